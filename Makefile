@@ -1,0 +1,27 @@
+# Each target makes what it needs on a machine with Python 3.11, pip and PyPI.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: run test lint clean
+
+run: $(VENV)/.installed
+	$(BIN)/rolecall
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# pip before 24 gives up on the requirements of max[serve], so it comes first.
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --upgrade pip
+	$(BIN)/python -m pip install --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV)
