@@ -1,0 +1,86 @@
+"""What a decoder is constructed from: the model's settings, completed with the deployment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from max.dtype import DType
+from max.nn.kv_cache import KVCacheParamInterface
+from max.nn.transformer import ReturnHiddenStates, ReturnLogits
+
+from models.placement import Placement
+from models.settings import ModelSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declarations:
+    """What a decoder and its deployment declare beyond the inputs that every graph takes.
+
+    A tree is a ``max.tree`` of ``TensorType`` and ``BufferType``; ``None`` declares nothing.
+    """
+
+    vision: bool = False
+    """Whether a VISION module is registered beside the decoder."""
+
+    token_positions: bool = False
+    """Whether the decoder reads absolute positions (learned position embeddings)."""
+
+    always_signal_buffers: bool = False
+    """Whether the graph takes signal buffers on one device too."""
+
+    signal_bytes: int | None = None
+    """The size of one signal buffer; needed where signals are taken."""
+
+    takes_batch_context_lengths: bool = False
+    """Whether the decoder sizes buffers by the batch's context lengths (MLA)."""
+
+    device_context_length_dtype: DType | None = None
+    """Set where those lengths are wanted per device, on the device, in this dtype."""
+
+    ep: Any = None
+    """The expert-parallel exchange's ``input_tree()``."""
+
+    lora: tuple[Any, ...] | None = None
+    """Routing, then an A and a B stack per target slot."""
+
+    constants: Any = None
+    """Checkpoint-backed deployment inputs."""
+
+    state: tuple[Any, ...] | None = None
+    """The decoder's ``RequestStateStore``, in its order."""
+
+    scratch: tuple[Any, ...] | None = None
+    """The decoder's ``scratch_types``."""
+
+    stage_boundary: Any = None
+    """What the previous stage returns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Everything a decoder's graph depends on; two equal configs build the same graph."""
+
+    settings: ModelSettings
+    """The model."""
+
+    placement: Placement
+    """The stage's devices, and what each holds."""
+
+    dtype: DType
+    """The dtype of weights and activations."""
+
+    kv_params: KVCacheParamInterface
+    """The KV cache of this stage's own layers."""
+
+    max_seq_len: int
+    """The longest sequence served, prompt and continuation, in tokens."""
+
+    return_logits: ReturnLogits = ReturnLogits.LAST_TOKEN
+    """Which logits the graph returns."""
+
+    return_hidden_states: ReturnHiddenStates = ReturnHiddenStates.NONE
+    """Which hidden states the graph returns."""
+
+    declarations: Declarations = field(default_factory=Declarations)
+    """The optional inputs."""
