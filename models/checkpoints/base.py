@@ -1,0 +1,98 @@
+"""The interface that every checkpoint format offers."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from models.errors import ConfigError
+from models.families import family_for
+from models.families.base import ConfigReader
+from models.settings import ModelSettings
+
+_IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.attention\.bias$|\.masked_bias$")
+"""Buffers that old exporters saved beside the weights; they are recomputed, never read."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor, as the header describes it."""
+
+    name: str
+    """The canonical name: Hugging Face's, without the leading ``model.``."""
+
+    shape: tuple[int, ...]
+    """Rows first, as numpy has it."""
+
+    encoding: str
+    """How the values are stored (``F32``, ``BF16``, ``Q4_1``, ...)."""
+
+    num_bytes: int
+    """Bytes in the file."""
+
+
+class Checkpoint(ABC):
+    """A checkpoint whose header is read and whose values are read on demand.
+
+    Args:
+        path: The file or folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    @abstractmethod
+    def config(self) -> Mapping[str, Any]:
+        """The configuration, with the keys of Hugging Face's ``config.json``."""
+
+    @property
+    @abstractmethod
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every tensor by canonical name."""
+
+    @abstractmethod
+    def read(self, name: str, rows: slice = slice(None)) -> npt.NDArray[np.float32]:
+        """Reads rows of one tensor as float32.
+
+        Args:
+            name: The canonical name.
+            rows: Which rows of the first dimension.
+
+        Returns:
+            float32; a view of the file where the format allows it, so treat it as read-only.
+        """
+
+    @cached_property
+    def settings(self) -> ModelSettings:
+        """The model's settings, as its family reads them.
+
+        Raises:
+            ConfigError: If no family serves the architecture, or a value can't be used.
+        """
+        family = family_for(self.config, source=str(self.path))
+        settings = family.settings(ConfigReader(self.config, str(self.path)))
+        if "lm_head.weight" not in self.tensors and not settings.tie_word_embeddings:
+            raise ConfigError(
+                f"model.source: {self.path}: tie_word_embeddings is false, "
+                "but there is no lm_head.weight"
+            )
+        return settings
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors in the file."""
+        return sum(info.num_bytes for info in self.tensors.values())
+
+
+def is_ignored(name: str) -> bool:
+    """Whether a tensor is a saved buffer that no decoder reads."""
+    return _IGNORED.search(name) is not None

@@ -1,0 +1,163 @@
+"""Checkpoints in Hugging Face's layout: ``config.json`` and (sharded) safetensors.
+
+The header is parsed here, not with the safetensors package, because numpy has no bfloat16 and
+the package's numpy reader refuses it. Format: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from models.checkpoints.base import Checkpoint, TensorInfo, is_ignored
+from models.errors import ConfigError
+
+_STORED_AS: dict[str, npt.DTypeLike] = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": np.uint16,
+}
+
+
+@dataclass(frozen=True)
+class _Location:
+    file: Path
+    offset: int
+    info: TensorInfo
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    """A folder with ``config.json`` and ``*.safetensors``, sharded or not."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._config = _read_json(path / "config.json")
+        self._locations = _locate(path)
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The contents of ``config.json``."""
+        return self._config
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every tensor of every shard by canonical name."""
+        return {name: location.info for name, location in self._locations.items()}
+
+    def read(self, name: str, rows: slice = slice(None)) -> npt.NDArray[np.float32]:
+        """Reads rows of one tensor; float32 comes as a view of the mapped file."""
+        location = self._locations[name]
+        stored = np.memmap(
+            location.file,
+            dtype=_STORED_AS[location.info.encoding],
+            mode="r",
+            offset=location.offset,
+            shape=location.info.shape,
+        )[rows]
+        if location.info.encoding == "BF16":
+            # bfloat16 is the upper half of a float32.
+            return (stored.astype(np.uint32) << 16).view(np.float32)
+        return stored.astype(np.float32, copy=False)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(f"model.source: {path.parent} has no {path.name}")
+    try:
+        contents = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"model.source: {path} is not JSON: {error}") from error
+    if not isinstance(contents, dict):
+        raise ConfigError(f"model.source: {path} holds no JSON object")
+    return contents
+
+
+def _locate(folder: Path) -> dict[str, _Location]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = _read_json(index).get("weight_map") or {}
+        files = [folder / name for name in sorted(set(weight_map.values()))]
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise ConfigError(
+                f"model.source: {folder}: {index.name} names files that are not there: "
+                f"{', '.join(missing)}"
+            )
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+        weight_map = {}
+    if not files:
+        raise ConfigError(f"model.source: {folder} has no *.safetensors file")
+    locations: dict[str, _Location] = {}
+    found: set[str] = set()
+    for file in files:
+        for raw, location in _read_header(file).items():
+            found.add(raw)
+            if is_ignored(raw):
+                continue
+            name = location.info.name
+            if name in locations:
+                raise ConfigError(
+                    f"model.source: {name} is in {locations[name].file.name} and {file.name}"
+                )
+            locations[name] = location
+    lost = sorted(set(weight_map) - found)
+    if lost:
+        raise ConfigError(
+            f"model.source: {folder}: {len(lost)} tensors of {index.name} are in no file, "
+            f"the first {lost[0]}"
+        )
+    return locations
+
+
+def _read_header(file: Path) -> dict[str, _Location]:
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise ConfigError(
+                f"model.source: {file} is truncated: its header needs "
+                f"{8 + length} bytes, the file has {size}"
+            )
+        try:
+            header = json.loads(stream.read(length))
+        except ValueError as error:
+            raise ConfigError(f"model.source: {file} has no valid header: {error}") from error
+    start = 8 + length
+    locations: dict[str, _Location] = {}
+    for raw, entry in header.items():
+        if raw == "__metadata__":
+            continue
+        encoding, shape = entry["dtype"], tuple(entry["shape"])
+        begin, end = entry["data_offsets"]
+        if start + end > size:
+            raise ConfigError(
+                f"model.source: {file} is truncated: {raw} ends at byte {start + end}, "
+                f"the file has {size}"
+            )
+        if encoding not in _STORED_AS:
+            if is_ignored(raw):
+                continue
+            raise ConfigError(
+                f"model.source: {file}: {raw} is stored as {encoding}\n"
+                f"  supported: {', '.join(_STORED_AS)}"
+            )
+        itemsize = np.dtype(_STORED_AS[encoding]).itemsize
+        if end - begin != math.prod(shape) * itemsize:
+            raise ConfigError(
+                f"model.source: {file}: {raw} has {end - begin} bytes, but its shape "
+                f"{list(shape)} as {encoding} needs {math.prod(shape) * itemsize}"
+            )
+        name = raw.removeprefix("model.")
+        info = TensorInfo(name, shape, encoding, end - begin)
+        locations[raw] = _Location(file, start + begin, info)
+    return locations

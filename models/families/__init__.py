@@ -1,0 +1,42 @@
+"""The families: which checkpoints this project serves, and how each one's settings map.
+
+Adding a family is one new file here and one line in ``FAMILIES``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from models.errors import ConfigError
+from models.families import llama, mistral, qwen2, qwen3
+from models.families.base import Family
+
+FAMILIES: tuple[Family, ...] = (
+    llama.FAMILY,
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+    mistral.FAMILY,
+)
+
+
+def family_for(config: Mapping[str, Any], *, source: str) -> Family:
+    """Finds the family that serves a Hugging Face configuration.
+
+    Args:
+        config: The contents of ``config.json`` (or the same keys made from GGUF metadata).
+        source: Where it came from, for the message.
+
+    Raises:
+        ConfigError: If no family serves any of its ``architectures``.
+    """
+    architectures = tuple(config.get("architectures") or ())
+    for family in FAMILIES:
+        if set(architectures) & set(family.architectures):
+            return family
+    served = ", ".join(name for family in FAMILIES for name in family.architectures)
+    found = ", ".join(map(str, architectures)) or "none named"
+    raise ConfigError(
+        f"model.source: the architecture of {source} is not supported: {found}\n"
+        f"  supported: {served}"
+    )
