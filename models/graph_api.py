@@ -1,0 +1,84 @@
+"""The base of graph-API role modules: a module that takes a role contract's inputs."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, ClassVar
+
+from max import tree
+from max.graph import BufferType, BufferValue, Graph, TensorType, TensorValue, Type, Value
+from max.graph import Module as GraphModule
+from max.nn.layer import Module
+
+from models.config import DecoderConfig
+from models.contract import resolve_contract
+from models.role_contracts import DecoderInputs, DecoderOutputs
+
+
+class GraphApiModule(Module):
+    """A DECODER module built with the graph API.
+
+    A subclass is constructed from a ``DecoderConfig`` and implements ``__call__`` over
+    ``DecoderInputs`` of graph values. Its graph takes the leaves of its contract, in order.
+
+    Args:
+        config: The finalized configuration, completed with the deployment.
+    """
+
+    supports_data_parallelism: ClassVar[bool] = False
+    """Whether the module serves more than one replica."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.contract = resolve_contract(config)
+
+    @property
+    def inputs(self) -> DecoderInputs[TensorType, BufferType]:
+        """The types of the graph's inputs."""
+        return self.contract.inputs
+
+    @abstractmethod
+    def __call__(
+        self, inputs: DecoderInputs[TensorValue, BufferValue]
+    ) -> DecoderOutputs[TensorValue] | Any:
+        """Computes the step; a stage before the last returns its boundary tree."""
+
+    def trace(
+        self,
+        *input_types: Type[Any],
+        name: str | None = None,
+        module: GraphModule | None = None,
+        custom_extensions: Iterable[Path] = (),
+        is_device_graph: bool = False,
+    ) -> Graph:
+        """Traces the graph whose inputs are the contract's leaves.
+
+        Args:
+            input_types: The contract's leaves; given by MAX's ``GraphSpec``.
+            name: The graph's name.
+            module: The MLIR module to add the graph to.
+            custom_extensions: Custom kernel libraries the graph uses.
+            is_device_graph: Whether to build a device graph.
+        """
+        leaves, structure = tree.flatten(self.inputs)
+        assert list(input_types) == leaves, "the graph takes its contract and nothing else"
+
+        def forward(*values: Value[Any]) -> tuple[Value[Any], ...]:
+            # The tree of values mirrors the tree of types; leaves keep their kind.
+            typed = [
+                value.buffer if isinstance(leaf, BufferType) else value.tensor
+                for value, leaf in zip(values, leaves, strict=True)
+            ]
+            return tuple(tree.leaves(self(tree.unflatten(structure, typed))))
+
+        return Graph(
+            type(self).__qualname__ if name is None else name,
+            forward,
+            input_types=input_types,
+            custom_extensions=list(custom_extensions),
+            module=module,
+            is_device_graph=is_device_graph,
+        )

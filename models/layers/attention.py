@@ -1,0 +1,148 @@
+"""Grouped-query attention over the paged KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from max.dtype import DType
+from max.graph import DeviceRef, TensorValue, ops
+from max.nn import kernels
+from max.nn.attention import MHAMaskVariant
+from max.nn.kv_cache import KVCacheParams
+from max.nn.layer import LayerList, Module
+
+from models.config import DecoderConfig
+from models.layers.linear import Linear
+from models.layers.norm import RMSNorm
+from models.layers.step import Step
+from models.weights import Piece
+
+
+class Attention(Module):
+    """Self-attention of one layer, on every device of the stage.
+
+    Args:
+        config: The decoder's configuration.
+        layer: The layer's index in the model.
+    """
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.shards = LayerList(
+            [AttentionShard(config, layer, device) for device in config.placement.devices]
+        )
+
+    def __call__(self, xs: Sequence[TensorValue], steps: Sequence[Step]) -> list[TensorValue]:
+        """Per device [tokens, hidden] to [tokens, hidden]."""
+        return [shard(x, step) for shard, x, step in zip(self.shards, xs, steps, strict=True)]
+
+
+class AttentionShard(Module):
+    """One device's heads of one layer.
+
+    Args:
+        config: The decoder's configuration.
+        layer: The layer's index in the model.
+        device: Where the shard resides.
+    """
+
+    def __init__(self, config: DecoderConfig, layer: int, device: DeviceRef) -> None:
+        super().__init__()
+        settings = config.settings
+        prefix = f"layers.{layer}.self_attn"
+        self.head_dim = settings.head_dim
+        self.num_heads = settings.num_heads
+        self.num_kv_heads = settings.num_kv_heads
+        self.kv_layer = layer - config.placement.layers.start
+        assert isinstance(config.kv_params, KVCacheParams)
+        self.kv_params = config.kv_params
+        self.window = _effective_window(settings.windows[layer], config.max_seq_len)
+        q_dim, kv_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.qkv_proj = Linear(
+            tuple(Piece(f"{prefix}.{name}_proj.weight") for name in "qkv"),
+            settings.hidden_size,
+            q_dim + 2 * kv_dim,
+            config.dtype,
+            device,
+            tuple(Piece(f"{prefix}.{name}_proj.bias") for name in "qkv")
+            if settings.qkv_bias
+            else None,
+        )
+        self.o_proj = Linear(
+            (Piece(f"{prefix}.o_proj.weight"),),
+            q_dim,
+            settings.hidden_size,
+            config.dtype,
+            device,
+            (Piece(f"{prefix}.o_proj.bias"),) if settings.o_bias else None,
+        )
+        self.q_norm, self.k_norm = (
+            RMSNorm(
+                f"{prefix}.{name}.weight", self.head_dim, settings.norm_eps, config.dtype, device
+            )
+            if settings.qk_norm
+            else None
+            for name in ("q_norm", "k_norm")
+        )
+
+    def __call__(self, x: TensorValue, step: Step) -> TensorValue:
+        """[tokens, hidden] to [tokens, hidden]."""
+        layer = ops.constant(self.kv_layer, DType.uint32, DeviceRef.CPU())
+        qkv = self.qkv_proj(x)
+        queries = (
+            self._rotate_and_store(qkv, step, layer)
+            if self.q_norm is None
+            else self._normalise_rotate_and_store(qkv, step, layer)
+        )
+        attended = kernels.flash_attention_ragged(
+            self.kv_params,
+            queries,
+            step.row_offsets,
+            step.kv,
+            layer,
+            MHAMaskVariant.CAUSAL_MASK
+            if self.window is None
+            else MHAMaskVariant.SLIDING_WINDOW_CAUSAL_MASK,
+            scale=self.head_dim**-0.5,
+            local_window_size=-1 if self.window is None else self.window,
+        )
+        return self.o_proj(attended.reshape((-1, self.num_heads * self.head_dim)))
+
+    def _rotate_and_store(self, qkv: TensorValue, step: Step, layer: TensorValue) -> TensorValue:
+        queries = kernels.rope_split_store_ragged(
+            self.kv_params,
+            qkv,
+            step.row_offsets,
+            step.rope,
+            step.kv,
+            layer,
+            self.num_heads,
+            interleaved=False,
+        )
+        return queries.reshape((-1, self.num_heads, self.head_dim))
+
+    def _normalise_rotate_and_store(
+        self, qkv: TensorValue, step: Step, layer: TensorValue
+    ) -> TensorValue:
+        # MAX's kernel that norms, rotates and stores at once is for accelerators only.
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        q_dim, kv_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        queries, keys, values = ops.split(qkv, [q_dim, kv_dim, kv_dim], axis=1)
+        queries = self.q_norm(queries.reshape((-1, self.num_heads, self.head_dim)))
+        keys = self.k_norm(keys.reshape((-1, self.num_kv_heads, self.head_dim)))
+        values = values.reshape((-1, self.num_kv_heads, self.head_dim))
+        queries, keys = (
+            kernels.rope_ragged(
+                heads, step.row_offsets, step.kv.cache_lengths, step.rope, interleaved=False
+            )
+            for heads in (queries, keys)
+        )
+        kernels.store_k_cache_ragged(step.kv, keys, step.row_offsets, layer)
+        kernels.store_v_cache_ragged(step.kv, values, step.row_offsets, layer)
+        return queries
+
+
+def _effective_window(window: int | None, max_seq_len: int) -> int | None:
+    # A window that no sequence outgrows is full attention.
+    return None if window is None or window >= max_seq_len else window
