@@ -1,0 +1,154 @@
+"""Step 1, compose: YAML and overrides to frozen dataclasses, through Hydra and the schema."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
+
+from builder.schema import TASKS, Config, DeploymentConfig, DevicesConfig, ModelConfig
+from models.errors import ConfigError
+
+
+def config_folder() -> Path:
+    """The folder of our YAML: beside the package in a checkout, inside it when installed."""
+    package = Path(__file__).resolve().parent
+    beside = package.parent / "conf"
+    return beside if beside.is_dir() else package / "conf"
+
+
+def register_schema() -> None:
+    """Stores the schema where the YAML files' defaults lists find it, under ``/schema``."""
+    store = ConfigStore.instance()
+    store.store(group="schema", name="config", node=_schema_node(Config))
+    store.store(group="schema", name="model", node=_schema_node(ModelConfig))
+    store.store(group="schema", name="deployment", node=_schema_node(DeploymentConfig))
+    store.store(group="schema", name="devices", node=_schema_node(DevicesConfig))
+    for name, task in TASKS.items():
+        store.store(group="schema/task", name=name, node=_schema_node(task))
+    OmegaConf.register_new_resolver("repository", _in_repository, replace=True)
+
+
+def _in_repository(path: str) -> str:
+    """``${repository:PATH}``: a file of a checkout of this project."""
+    return str(Path(__file__).resolve().parent.parent / path)
+
+
+def compose(overrides: Sequence[str] = ()) -> Config:
+    """Composes one job's configuration as the command does.
+
+    Args:
+        overrides: What the command line would say, such as ``deployment=cpu``.
+
+    Raises:
+        ConfigError: If an override or a file is wrong.
+    """
+    register_schema()
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
+        try:
+            composed = hydra_compose("config", list(overrides))
+        except (HydraException, OmegaConfBaseException) as error:
+            raise explain(error) from error
+    return to_config(composed)
+
+
+def _schema_node(cls: type[Any]) -> DictConfig:
+    # OmegaConf marks frozen dataclasses read-only, but YAML has to be merged into them.
+    node = OmegaConf.structured(cls)
+    _allow_merging(node)
+    assert isinstance(node, DictConfig)
+    return node
+
+
+def _allow_merging(node: Any) -> None:
+    if not isinstance(node, DictConfig | ListConfig):
+        return
+    OmegaConf.set_readonly(node, None)
+    if isinstance(node, DictConfig):
+        for key in node:
+            _allow_merging(node._get_node(key))
+
+
+def to_config(composed: DictConfig) -> Config:
+    """Makes the frozen facts of one job.
+
+    Raises:
+        ConfigError: If a value is missing.
+    """
+    try:
+        config = OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        raise explain(error) from error
+    assert isinstance(config, Config)
+    return config
+
+
+def explain(error: BaseException) -> ConfigError:
+    """Words an error of Hydra or OmegaConf as a ``ConfigError``.
+
+    Names the key, and the nearest valid one where the key is unknown.
+    """
+    for cause in _causes(error):
+        if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
+            return _unknown_key(str(cause.full_key))
+        if isinstance(cause, MissingMandatoryValue):
+            return ConfigError(f"{cause.full_key}: missing; set it with {cause.full_key}=VALUE")
+        if isinstance(cause, OmegaConfBaseException) and cause.full_key:
+            return ConfigError(f"{cause.full_key}: {_first_line(cause)}")
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return ConfigError("\n  ".join(lines) if isinstance(error, HydraException) else str(error))
+
+
+def _causes(error: BaseException | None) -> list[BaseException]:
+    found: list[BaseException] = []
+    while error is not None and error not in found:
+        found.append(error)
+        error = error.__cause__ or error.__context__
+    return found
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0]
+
+
+def _unknown_key(full_key: str) -> ConfigError:
+    *parents, unknown = full_key.split(".")
+    schema: Any = Config
+    candidates = [schema]
+    for parent in parents:
+        candidates = [
+            child for candidate in candidates for child in _child_schemas(candidate, parent)
+        ]
+    valid = sorted({f.name for candidate in candidates for f in fields(candidate)})
+    prefix = ".".join([*parents, ""])
+    close = difflib.get_close_matches(unknown, valid, n=1)
+    hint = (
+        f"did you mean {prefix}{close[0]}?"
+        if close
+        else f"valid here: {', '.join(f'{prefix}{name}' for name in valid)}"
+    )
+    return ConfigError(f"{full_key}: unknown key\n  {hint}")
+
+
+def _child_schemas(schema: type[Any], name: str) -> list[type[Any]]:
+    if schema is Config and name == "task":
+        return list(TASKS.values())
+    for candidate in fields(schema):
+        if candidate.name == name:
+            default = candidate.default_factory
+            return [default] if is_dataclass(default) else []
+    return []

@@ -1,0 +1,222 @@
+"""Step 5, run: requests through a compiled deployment, batched continuously.
+
+A step computes one token of every running sequence and fills what is left of its token budget
+with prefill, in chunks where a prompt is longer. A sequence starts when a slot and the pages it
+may come to need are free; until then it waits, in order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from max.driver import Buffer
+from max.pipelines.context import TextContext, TokenBuffer
+from max.pipelines.kv_cache import PagedKVCacheManager
+from max.pipelines.lib.interfaces.pipeline_model import ModelOutputs
+
+from builder.compile import Compiled
+from builder.sampling import Sampler
+
+Logits = npt.NDArray[np.float32]
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence to continue, and how far it came."""
+
+    prompt_ids: list[int]
+    """The prompt."""
+
+    max_new_tokens: int
+    """Tokens to generate at most; 0 only prefills."""
+
+    sampler: Sampler
+    """Chooses its tokens."""
+
+    stop_ids: frozenset[int] = frozenset()
+    """Tokens that end it; the stop token is the last of ``ids``."""
+
+    on_logits: Callable[[Logits], None] | None = None
+    """Receives float32 ``[rows, vocabulary]`` of each step's own tokens, from a graph that
+    returns all logits."""
+
+    ids: list[int] = field(default_factory=list)
+    """The continuation so far."""
+
+    finish: str | None = None
+    """``stop``, ``length`` or ``interrupted``; ``None`` while it goes on."""
+
+    started: float | None = None
+    """When its first step began, by ``time.perf_counter``."""
+
+    token_times: list[float] = field(default_factory=list)
+    """When each token of ``ids`` was there, by ``time.perf_counter``."""
+
+
+@dataclass
+class StepTimes:
+    """Where the time of a run's steps went, in seconds."""
+
+    steps: int = 0
+    """Steps computed."""
+
+    execute: float = 0.0
+    """Inside the compiled graph."""
+
+    total: float = 0.0
+    """Inside steps, host work included."""
+
+
+class Runner:
+    """Runs requests on a compiled deployment.
+
+    Args:
+        compiled: The deployment.
+    """
+
+    def __init__(self, compiled: Compiled) -> None:
+        self.plan = compiled.registration.plan
+        self.model = compiled.model
+        self.times = StepTimes()
+        batch = self.plan.deployment.batch
+        self.max_batch_size = batch.max_batch_size
+        self.max_batch_input_tokens = batch.max_batch_input_tokens
+        self.page_size = self.plan.deployment.kv.page_size
+        self._kv = PagedKVCacheManager(
+            params=self.model.kv_params,
+            session=compiled.session,
+            total_num_pages=self.plan.num_pages,
+            max_batch_size=batch.max_batch_size,
+        )
+
+    def run(
+        self,
+        requests: Iterable[Request],
+        on_token: Callable[[Request, int], None] = lambda _request, _token: None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Continues every request until it finishes.
+
+        Args:
+            requests: What to continue; their ``ids`` and ``finish`` are filled in.
+            on_token: Told each token as it is chosen.
+            should_stop: Asked before each step; when true, what is unfinished ends as
+                ``interrupted`` with the tokens it has.
+        """
+        waiting = deque(requests)
+        running: list[tuple[Request, TextContext]] = []
+        try:
+            while (waiting or running) and not should_stop():
+                self._admit(waiting, running)
+                self._step(running, on_token)
+                for pair in [pair for pair in running if pair[0].finish is not None]:
+                    running.remove(pair)
+                    self._kv.release(pair[1])
+        finally:
+            for request, context in running:
+                request.finish = "interrupted"
+                self._kv.release(context)
+            for request in waiting:
+                request.finish = "interrupted"
+
+    def _pages(self, request: Request) -> int:
+        return -(-(len(request.prompt_ids) + request.max_new_tokens) // self.page_size)
+
+    def _admit(self, waiting: deque[Request], running: list[tuple[Request, TextContext]]) -> None:
+        free = self.plan.num_pages - sum(self._pages(request) for request, _ in running)
+        while waiting and len(running) < self.max_batch_size:
+            request = waiting[0]
+            # All pages it may need are set aside, so nothing running is ever put back.
+            if self._pages(request) > free:
+                assert running, "resolve and the tasks refuse what fits no empty cache"
+                return
+            free -= self._pages(request)
+            context = TextContext(
+                max_length=self.plan.max_length,
+                tokens=TokenBuffer(np.array(request.prompt_ids, np.int64)),
+            )
+            self._kv.claim(context)
+            running.append((waiting.popleft(), context))
+
+    def _step(
+        self,
+        running: Sequence[tuple[Request, TextContext]],
+        on_token: Callable[[Request, int], None],
+    ) -> None:
+        began = time.perf_counter()
+        batch = self._schedule(running)
+        for request, context in batch:
+            if request.started is None:
+                request.started = began
+            self._kv.alloc(context)
+        contexts = [context for _, context in batch]
+        inputs = self.model.prepare_initial_token_inputs(
+            [contexts], kv_cache_inputs=self._kv.runtime_inputs([contexts])
+        )
+        before = time.perf_counter()
+        outputs = self.model.execute(inputs)
+        self.times.execute += time.perf_counter() - before
+        self._deliver_logits(batch, outputs)
+        assert outputs.next_token_logits is not None
+        next_logits = outputs.next_token_logits.to_numpy()
+        for row, (request, context) in enumerate(batch):
+            if context.tokens.actively_chunked:
+                context.tokens.advance_chunk()
+            else:
+                self._advance(request, context, next_logits[row], on_token)
+            self._kv.step(context)
+        self.times.steps += 1
+        self.times.total += time.perf_counter() - began
+
+    def _schedule(
+        self, running: Sequence[tuple[Request, TextContext]]
+    ) -> list[tuple[Request, TextContext]]:
+        """Chooses a step's sequences, and chunks of prompts that exceed the token budget."""
+        budget = self.max_batch_input_tokens
+        decoding = [pair for pair in running if pair[0].ids]
+        batch = list(decoding)
+        budget -= len(decoding)
+        for request, context in running:
+            if request.ids or budget == 0:
+                continue
+            if context.tokens.active_length > budget:
+                context.tokens.chunk(budget)
+            budget -= context.tokens.active_length
+            batch.append((request, context))
+        return batch
+
+    def _advance(
+        self,
+        request: Request,
+        context: TextContext,
+        logits: Logits,
+        on_token: Callable[[Request, int], None],
+    ) -> None:
+        if request.max_new_tokens == 0:
+            request.finish = "length"
+            return
+        token = request.sampler.choose(logits)
+        request.ids.append(token)
+        request.token_times.append(time.perf_counter())
+        context.tokens.advance_with_token(token)
+        if token in request.stop_ids:
+            request.finish = "stop"
+        elif len(request.ids) >= request.max_new_tokens:
+            request.finish = "length"
+        on_token(request, token)
+
+    def _deliver_logits(
+        self, batch: Sequence[tuple[Request, TextContext]], outputs: ModelOutputs
+    ) -> None:
+        if all(request.on_logits is None for request, _ in batch):
+            return
+        assert isinstance(outputs.logit_offsets, Buffer)
+        logits, offsets = outputs.logits.to_numpy(), outputs.logit_offsets.to_numpy()
+        for row, (request, _) in enumerate(batch):
+            if request.on_logits is not None:
+                request.on_logits(logits[offsets[row] : offsets[row + 1]])

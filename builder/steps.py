@@ -1,0 +1,83 @@
+"""The five steps of one job, in order, timed and told to the person who waits."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from builder.interrupt import Interrupts
+from builder.job import JobFolder
+from builder.report import contract_json, plan_json
+from builder.resolve import Plan, resolve
+from builder.schema import Config
+from builder.sources import fetch
+from models.checkpoints import open_checkpoint
+
+if TYPE_CHECKING:
+    # Importing what compiles costs two seconds that planning does without.
+    from builder.compile import Compiled
+
+
+@dataclass
+class Job:
+    """One job under way."""
+
+    config: Config
+    """Its configuration."""
+
+    folder: JobFolder
+    """Where it writes."""
+
+    interrupts: Interrupts
+    """Whether it is asked to stop."""
+
+    out: Console
+    """The terminal."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Each step's time."""
+
+    @contextmanager
+    def step(self, name: str, doing: str | None = None) -> Iterator[None]:
+        """Times one step, and says what is being done while a person waits."""
+        began = time.perf_counter()
+        waiting = Console(stderr=True)
+        if doing is not None and waiting.is_terminal:
+            with waiting.status(doing):
+                yield
+        else:
+            if doing is not None:
+                print(doing, file=sys.stderr, flush=True)
+            yield
+        self.seconds[name] = time.perf_counter() - began
+
+    def plan(self) -> Plan:
+        """Steps 1 and 2: fetches what is missing, resolves, and writes plan and contract."""
+        with self.step("resolve"):
+            checkpoint = open_checkpoint(fetch(self.config.model))
+            plan = resolve(self.config.model, self.config.deployment, checkpoint)
+        self.folder.write_json("plan.json", plan_json(plan))
+        self.folder.write_json("contract.json", contract_json(plan))
+        return plan
+
+    def compile(self, plan: Plan) -> Compiled:
+        """Steps 3 and 4: builds and compiles the plan's graphs."""
+        name = f"{plan.model.name} for {plan.deployment.name}"
+        with self.interrupts.uninterruptible():
+            with self.step("build", f"building {name}"):
+                from max.driver import CPU
+                from max.engine import InferenceSession
+
+                from builder.build import build
+                from builder.compile import compile_registration
+
+                registration = build(plan)
+                session = InferenceSession(devices=[CPU()])
+            with self.step("compile", f"compiling {name} (a minute or two the first time)"):
+                return compile_registration(registration, session)

@@ -1,0 +1,183 @@
+"""``task=generate``: prompts to text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.table import Table
+
+from builder.interrupt import InterruptedJob
+from builder.prompts import Prompt, gather, tokenize
+from builder.report import human_bytes
+from builder.resolve import Plan
+from builder.sampling import Sampler, check_sampling
+from builder.schema import GenerateTask
+from builder.steps import Job
+from builder.tokenizer import TextTokenizer, load_tokenizer, stop_ids
+from models.errors import ConfigError
+
+if TYPE_CHECKING:
+    from builder.compile import Compiled
+    from builder.run import Request, Runner
+
+
+def run(job: Job) -> None:
+    """Continues every prompt and writes generations.jsonl and metrics.json.
+
+    Raises:
+        ConfigError: If a prompt or a setting can't be used; nothing is compiled then.
+        InterruptedJob: If it was asked to stop; what it had is written.
+    """
+    task = job.config.task
+    assert isinstance(task, GenerateTask)
+    check_sampling(task.sampling)
+    if task.max_new_tokens < 1:
+        raise ConfigError(f"task.max_new_tokens: {task.max_new_tokens} is less than 1")
+    plan = job.plan()
+    tokenizer = load_tokenizer(plan.checkpoint, plan.model.tokenizer)
+    prompts = _prompts(task, plan, tokenizer)
+    compiled = job.compile(plan)
+    from builder.run import Request, Runner
+
+    stops = frozenset[int]() if task.ignore_eos else stop_ids(plan.checkpoint)
+    requests = [
+        Request(
+            prompt.ids,
+            min(task.max_new_tokens, plan.max_length - len(prompt.ids)),
+            Sampler(task.sampling, index),
+            stops,
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+    runner = Runner(compiled)
+    with job.step("run"):
+        runner.run(
+            requests,
+            on_token=_printer(requests, tokenizer),
+            should_stop=lambda: job.interrupts.requested,
+        )
+    generations = [
+        _generation(prompt, request, tokenizer)
+        for prompt, request in zip(prompts, requests, strict=True)
+    ]
+    job.folder.write_lines("generations.jsonl", generations)
+    metrics = _metrics(job, compiled, runner, requests)
+    job.folder.write_json("metrics.json", metrics)
+    _print_summary(job, plan, compiled, metrics)
+    if job.interrupts.requested:
+        raise InterruptedJob
+
+
+def _prompts(task: GenerateTask, plan: Plan, tokenizer: TextTokenizer | None) -> list[Prompt]:
+    entries = gather("task.prompts", task.prompts, task.prompts_file)
+    has_template = tokenizer is not None and tokenizer.chat_template is not None
+    if task.chat and not has_template:
+        raise ConfigError("task.chat: the checkpoint has no chat template; set task.chat=false")
+    chat = has_template if task.chat is None else task.chat
+
+    def encode(text: str) -> list[int]:
+        assert tokenizer is not None
+        if chat:
+            return tokenizer.encode_chat([{"role": "user", "content": text}])
+        return tokenizer.encode(text)
+
+    return tokenize(
+        entries,
+        tokenizer=tokenizer,
+        encode=encode,
+        vocab_size=plan.settings.vocab_size,
+        max_length=plan.max_length,
+        room=1,
+    )
+
+
+def _printer(
+    requests: list[Request], tokenizer: TextTokenizer | None
+) -> Callable[[Request, int], None]:
+    """Prints one request's text as it comes, or each of several when it is finished."""
+    if len(requests) == 1 and tokenizer is not None:
+        stream = tokenizer.stream()
+
+        def print_token(request: Request, token: int) -> None:
+            print(stream.push(token), end="" if request.finish is None else "\n", flush=True)
+
+        return print_token
+
+    def print_finished(request: Request, _token: int) -> None:
+        if request.finish is None:
+            return
+        number = next(i for i, known in enumerate(requests, 1) if known is request)
+        text = str(request.ids) if tokenizer is None else tokenizer.decode(request.ids)
+        print(f"[{number}/{len(requests)}] {text}", flush=True)
+
+    return print_finished
+
+
+def _generation(
+    prompt: Prompt, request: Request, tokenizer: TextTokenizer | None
+) -> dict[str, Any]:
+    times = request.token_times
+    first = request.started
+    return {
+        "prompt": prompt.given,
+        "prompt_ids": prompt.ids,
+        "ids": request.ids,
+        "text": None if tokenizer is None else tokenizer.decode(request.ids),
+        "finish": request.finish,
+        "ttft_ms": (times[0] - first) * 1e3 if times and first is not None else None,
+        "total_ms": (times[-1] - first) * 1e3 if times and first is not None else None,
+        "decode_tok_s": _rate(len(times) - 1, times[-1] - times[0]) if len(times) > 1 else None,
+    }
+
+
+def _rate(count: int, seconds: float) -> float | None:
+    return count / seconds if seconds > 0 else None
+
+
+def _metrics(
+    job: Job, compiled: Compiled, runner: Runner, requests: list[Request]
+) -> dict[str, Any]:
+    generated = sum(len(request.ids) for request in requests)
+    times = runner.times
+    return {
+        "prompts": len(requests),
+        "prompt_tokens": sum(len(request.prompt_ids) for request in requests),
+        "generated_tokens": generated,
+        "generated_tok_s": _rate(generated, job.seconds["run"]),
+        "steps": times.steps,
+        "step_ms": times.total / times.steps * 1e3 if times.steps else None,
+        "host_share": 1 - times.execute / times.total if times.total else None,
+        "compile_cache_hit": compiled.cache_hit,
+        "seconds": job.seconds,
+    }
+
+
+def _print_summary(job: Job, plan: Plan, compiled: Compiled, metrics: dict[str, Any]) -> None:
+    present = [field.name for field in plan.contract.fields if field.present]
+    table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    table.add_row("deployment", f"{plan.model.name} on {plan.deployment.name}")
+    table.add_row(
+        "contract",
+        f"{', '.join(present)}: {len(present)} of {len(plan.contract.fields)} fields, "
+        f"{len(plan.contract.leaves)} inputs",
+    )
+    table.add_row(
+        "memory",
+        f"{human_bytes(sum(device.weights for device in plan.memory))} of weights, "
+        f"{human_bytes(sum(device.kv_pages for device in plan.memory))} of KV pages",
+    )
+    table.add_row("compile cache", "hit" if compiled.cache_hit else "miss")
+    table.add_row("steps", ", ".join(f"{name} {took:.2f} s" for name, took in job.seconds.items()))
+    rate = metrics["generated_tok_s"]
+    table.add_row(
+        "speed",
+        f"{metrics['generated_tokens']} tokens"
+        + (f", {rate:.1f} tokens/s" if rate else "")
+        + (f", {metrics['step_ms']:.1f} ms per step" if metrics["step_ms"] else ""),
+    )
+    table.add_row("files", str(job.folder.path))
+    job.out.print(table)
