@@ -1,0 +1,118 @@
+"""What the tests share: compiled deployments, one session, and drivers that feed given tokens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+os.environ.setdefault("MODULAR_TELEMETRY_ENABLED", "0")
+
+from builder.compose import compose
+from builder.resolve import Plan, resolve
+from builder.sampling import Sampler
+from builder.schema import SamplingConfig
+from builder.sources import fetch
+from models.checkpoints import open_checkpoint
+
+if TYPE_CHECKING:
+    from max.engine import InferenceSession
+
+    from builder.compile import Compiled
+
+REFERENCE = Path(__file__).parent / "reference"
+FAMILIES = ("tiny_llama", "tiny_qwen2", "tiny_qwen3", "tiny_mistral")
+
+
+def plan_for(*overrides: str) -> Plan:
+    """Steps 1 and 2."""
+    config = compose(overrides)
+    return resolve(config.model, config.deployment, open_checkpoint(fetch(config.model)))
+
+
+@cache
+def the_session() -> InferenceSession:
+    from max.driver import CPU
+    from max.engine import InferenceSession
+
+    return InferenceSession(devices=[CPU()])
+
+
+@cache
+def compiled_for(*overrides: str) -> Compiled:
+    """Steps 1 to 4, once per test run for each deployment."""
+    from builder.build import build
+    from builder.compile import compile_registration
+
+    return compile_registration(build(plan_for(*overrides)), the_session())
+
+
+def limited(compiled: Compiled, *, num_pages: int = 0, max_batch_input_tokens: int = 0) -> Compiled:
+    """The same compiled graph run with fewer pages, or fewer tokens per step."""
+    registration = compiled.registration
+    plan = registration.plan
+    batch = plan.deployment.batch
+    batch = replace(
+        batch, max_batch_input_tokens=max_batch_input_tokens or batch.max_batch_input_tokens
+    )
+    plan = replace(
+        plan,
+        num_pages=num_pages or plan.num_pages,
+        deployment=replace(plan.deployment, batch=batch),
+    )
+    return replace(compiled, registration=replace(registration, plan=plan))
+
+
+class ForcedSampler(Sampler):
+    """Chooses given tokens, and keeps the logits it was shown."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        super().__init__(SamplingConfig(), 0)
+        self.tokens = list(tokens)
+        self.seen: list[np.ndarray] = []
+
+    def choose(self, logits: np.ndarray) -> int:
+        self.seen.append(logits.copy())
+        return self.tokens[min(len(self.seen), len(self.tokens)) - 1]
+
+
+def forced_logits(
+    compiled: Compiled, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> list[np.ndarray]:
+    """The logits after each prompt and after each forced token, all sequences batched."""
+    from builder.run import Request, Runner
+
+    samplers = [ForcedSampler(forced) for _, forced in sequences]
+    requests = [
+        Request(list(prompt), len(forced) + 1, sampler)
+        for (prompt, forced), sampler in zip(sequences, samplers, strict=True)
+    ]
+    Runner(compiled).run(requests)
+    return [np.stack(sampler.seen) for sampler in samplers]
+
+
+def greedy_ids(compiled: Compiled, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """Each prompt's greedy continuation, all prompts given at once."""
+    from builder.run import Request, Runner
+
+    requests = [Request(list(p), count, Sampler(SamplingConfig(), 0)) for p in prompts]
+    Runner(compiled).run(requests)
+    return [request.ids for request in requests]
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@cache
+def expected(model: str) -> dict[str, np.ndarray]:
+    """Hugging Face's values of a tiny model (see tests/reference/make_reference.py)."""
+    with np.load(REFERENCE / model / "expected.npz") as values:
+        return dict(values)

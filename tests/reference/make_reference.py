@@ -1,0 +1,206 @@
+"""Makes the reference checkpoints and the values Hugging Face transformers computes from them.
+
+    pip install -e '.[reference]'
+    python tests/reference/make_reference.py [NAME ...]
+
+Each checkpoint is a tiny random model in Hugging Face's layout, stored as bfloat16 (so that
+reading it is exact) and computed here in float32. Beside it, expected.npz holds, per prompt i:
+
+    prompt_i   int64 [n]            the prompt, of lengths that cross a KV page of 128 tokens
+    forced_i   int64 [m]            a continuation that is fed token by token
+    logits_i   float32 [m + 1, V]   after the prompt, and after each forced token
+    greedy_i   int64 [16]           the greedy continuation
+    all_0      float32 [n, V]       every token's logits of the first prompt
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.generation import logits_process
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+FOLDER = Path(__file__).parent
+VOCABULARY = 256
+PROMPT_LENGTHS = (7, 1, 125, 200)
+NUM_FORCED = 6
+
+# One kernel shape for all: heads of 64, four for queries and two for keys and values.
+SHARED = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 96,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+MODELS = {
+    "tiny_llama": {"model_type": "llama", "tie_word_embeddings": False},
+    "tiny_qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "tiny_qwen3": {"model_type": "qwen3", "tie_word_embeddings": True},
+    "tiny_mistral": {
+        "model_type": "mistral",
+        "tie_word_embeddings": False,
+        "sliding_window": 128,
+    },
+}
+
+ROPES = {
+    "default": {"rope_type": "default", "rope_theta": 10000.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 1000000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32768,
+    },
+    "yarn_mscale": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 40.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.8,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+}
+
+SAMPLINGS = (
+    {"temperature": 0.7, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
+    {"temperature": 1.0, "top_k": 5, "top_p": 1.0, "min_p": 0.0},
+    {"temperature": 1.0, "top_k": 0, "top_p": 0.8, "min_p": 0.0},
+    {"temperature": 1.3, "top_k": 0, "top_p": 1.0, "min_p": 0.1},
+    {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.05},
+)
+
+
+def randomise(model: torch.nn.Module, seed: int) -> None:
+    """Gives every parameter values that matter: logits of a few units, norms away from one."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() >= 2:
+            scale = 1.0 if "embed" in name else 1.4 * parameter.shape[-1] ** -0.5
+            values = scale * noise
+        elif name.endswith("bias"):
+            values = 0.3 * noise
+        else:
+            values = 1 + 0.2 * noise
+        parameter.data = values.to(torch.bfloat16).float()
+
+
+def logits_of(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0].float()
+
+
+def greedy(model: torch.nn.Module, prompt: list[int], count: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(logits_of(model, ids)[-1].argmax()))
+    return ids[len(prompt) :]
+
+
+def make_model(name: str) -> None:
+    seed = sorted(MODELS).index(name)
+    facts = SHARED | MODELS[name]
+    config = AutoConfig.for_model(**facts)
+    config._attn_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    randomise(model, seed)
+    if config.tie_word_embeddings:
+        model.tie_weights()
+    generator = np.random.default_rng(seed)
+    expected: dict[str, np.ndarray] = {}
+    for index, length in enumerate(PROMPT_LENGTHS):
+        prompt = generator.integers(3, VOCABULARY, length).tolist()
+        forced = generator.integers(3, VOCABULARY, NUM_FORCED).tolist()
+        rows = logits_of(model, prompt + forced)
+        expected[f"prompt_{index}"] = np.array(prompt)
+        expected[f"forced_{index}"] = np.array(forced)
+        expected[f"logits_{index}"] = rows[length - 1 :].numpy()
+        expected[f"greedy_{index}"] = np.array(greedy(model, prompt, 16))
+        if index == 0:
+            expected["all_0"] = logits_of(model, prompt).numpy()
+    folder = FOLDER / name
+    model.to(torch.bfloat16).save_pretrained(folder)
+    np.savez_compressed(folder / "expected.npz", **expected)
+    print(f"{name}: logits from {min(v.min() for k, v in expected.items() if 'logits' in k):.1f}")
+
+
+def make_rope() -> None:
+    cases = {}
+    for name, parameters in ROPES.items():
+        config = AutoConfig.for_model(
+            "llama",
+            hidden_size=256,
+            num_attention_heads=4,
+            max_position_embeddings=131072,
+            rope_parameters=dict(parameters),
+        )
+        if name == "default":
+            dims = torch.arange(0, 64, 2, dtype=torch.int64).float() / 64
+            frequencies, factor = 1.0 / (parameters["rope_theta"] ** dims), 1.0
+        else:
+            frequencies, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config)
+        cases[name] = {
+            "rope_parameters": parameters,
+            "inverse_frequencies": frequencies.tolist(),
+            "attention_factor": float(factor),
+        }
+    (FOLDER / "rope.json").write_text(json.dumps(cases, indent=1) + "\n")
+
+
+def make_sampling() -> None:
+    logits = torch.randn(64, generator=torch.Generator().manual_seed(0)) * 3
+    cases = []
+    for sampling in SAMPLINGS:
+        scores = logits[None].clone()
+        processors = [logits_process.TemperatureLogitsWarper(sampling["temperature"])]
+        if sampling["top_k"]:
+            processors.append(logits_process.TopKLogitsWarper(sampling["top_k"]))
+        if sampling["top_p"] < 1:
+            processors.append(logits_process.TopPLogitsWarper(sampling["top_p"]))
+        if sampling["min_p"]:
+            processors.append(logits_process.MinPLogitsWarper(sampling["min_p"]))
+        for processor in processors:
+            scores = processor(torch.zeros((1, 1), dtype=torch.long), scores)
+        cases.append({"sampling": sampling, "probabilities": scores.softmax(-1)[0].tolist()})
+    contents = {"logits": logits.tolist(), "cases": cases}
+    (FOLDER / "sampling.json").write_text(json.dumps(contents) + "\n")
+
+
+def main() -> None:
+    names = sys.argv[1:] or list(MODELS)
+    for name in names:
+        make_model(name)
+    make_rope()
+    make_sampling()
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    (FOLDER / "versions.json").write_text(json.dumps(versions) + "\n")
+
+
+if __name__ == "__main__":
+    main()

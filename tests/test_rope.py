@@ -1,0 +1,47 @@
+"""Rotary frequencies match Hugging Face's for each way of stretching them."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from conftest import REFERENCE
+
+from models.errors import ConfigError
+from models.families.base import ConfigReader, rope_settings
+from models.layers.rope import inverse_frequencies, rope_table
+from models.settings import RopeSettings
+
+CASES = json.loads((REFERENCE / "rope.json").read_text())
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("layout", ["transformers 5", "transformers 4"])
+def test_frequencies_match_hugging_face(name: str, layout: str) -> None:
+    parameters = dict(CASES[name]["rope_parameters"])
+    if layout == "transformers 5":
+        config = {"rope_parameters": parameters}
+    else:
+        theta = parameters.pop("rope_theta")
+        parameters["type"] = parameters.pop("rope_type")
+        config = {"rope_theta": theta, "rope_scaling": parameters}
+    settings = rope_settings(ConfigReader(config, "config.json"), 131072)
+    found = inverse_frequencies(settings, 64)
+    np.testing.assert_allclose(found, CASES[name]["inverse_frequencies"], rtol=2e-6)
+    assert settings.attention_factor == pytest.approx(CASES[name]["attention_factor"])
+
+
+def test_table_holds_cosine_and_sine_of_each_angle() -> None:
+    table = rope_table(RopeSettings(theta=100.0, attention_factor=2.0), 4, 3)
+    # Frequencies 1 and 100^(-1/2) = 0.1; position 2.
+    wanted = [np.cos(2.0), np.sin(2.0), np.cos(0.2), np.sin(0.2)]
+    np.testing.assert_allclose(table[2], 2 * np.array(wanted), rtol=1e-6)
+    assert table.dtype == np.float32
+    assert table.shape == (3, 4)
+
+
+def test_unknown_stretch_is_refused_by_name() -> None:
+    reader = ConfigReader({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "config.json")
+    with pytest.raises(ConfigError, match="'dynamic' is not supported"):
+        rope_settings(reader, 2048)
