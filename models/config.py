@@ -82,5 +82,8 @@ class DecoderConfig:
     return_hidden_states: ReturnHiddenStates = ReturnHiddenStates.NONE
     """Which hidden states the graph returns."""
 
+    constants: tuple[str, ...] = ()
+    """The weights that this stage takes as inputs."""
+
     declarations: Declarations = field(default_factory=Declarations)
     """The optional inputs."""

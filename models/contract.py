@@ -6,7 +6,6 @@ prints it, the graph is traced from it, and the batch processor fills exactly it
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -112,16 +111,6 @@ def _walk(path: str, value: Any) -> Sequence[tuple[str, Any]]:
         for name, child in zip(names, children, strict=True)
         for found in _walk(tree.extend_path(path, name), child)
     ]
-
-
-def num_elements(shape: Sequence[Any]) -> int | None:
-    """The number of elements of a shape; ``None`` if a dimension is symbolic."""
-    total = 1
-    for dim in shape:
-        if not re.fullmatch(r"\d+", str(dim)):
-            return None
-        total *= int(dim)
-    return total
 
 
 # The rules, in canonical order. Each is the row of the same name in the contract's table.

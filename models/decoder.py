@@ -7,20 +7,36 @@ from functools import partial
 from typing import ClassVar
 
 from max import tree
-from max.graph import BufferValue, TensorValue
+from max.dtype import DType
+from max.graph import BufferValue, TensorType, TensorValue, ops
+from max.nn.data_parallelism import split_batch_replicated
 from max.nn.kv_cache import KVCacheInputsPerDevice
 from max.nn.layer import LayerList, Module
 
+from models.collectives import Collectives, HostCollectives
 from models.config import DecoderConfig
 from models.graph_api import GraphApiModule
 from models.layers.attention import Attention
-from models.layers.head import Embedding, OutputHead
 from models.layers.mlp import MLP
-from models.layers.norm import RMSNorm
+from models.layers.norm import ReplicatedRMSNorm
 from models.layers.rope import RopeTable, rope_table
 from models.layers.step import Step
+from models.layers.vocabulary import (
+    EMBED_TOKENS,
+    LM_HEAD,
+    TOKEN_EMBEDDING,
+    OutputHead,
+    TableShard,
+    declare_table,
+    embed,
+)
+from models.placement import Placement
 from models.role_contracts import DecoderInputs, DecoderOutputs
-from models.weights import Computed
+from models.settings import ModelSettings
+from models.weights import Computed, DeclaredWeight
+
+Boundary = tuple[TensorValue, ...]
+"""What a stage before the last returns: [tokens, hidden] of each replica's first device."""
 
 
 class DecoderLayer(Module):
@@ -33,73 +49,205 @@ class DecoderLayer(Module):
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
-        self.input_norm, self.post_attention_norm = (
-            LayerList(
-                [
-                    RMSNorm(
-                        f"layers.{layer}.{name}.weight",
-                        config.settings.hidden_size,
-                        config.settings.norm_eps,
-                        config.dtype,
-                        device,
-                    )
-                    for device in config.placement.devices
-                ]
-            )
-            for name in ("input_layernorm", "post_attention_layernorm")
-        )
+        self.input_norm = ReplicatedRMSNorm(config, f"layers.{layer}.input_layernorm.weight")
         self.self_attn = Attention(config, layer)
+        self.post_attention_norm = ReplicatedRMSNorm(
+            config, f"layers.{layer}.post_attention_layernorm.weight"
+        )
         self.mlp = MLP(config, layer)
 
-    def __call__(self, xs: Sequence[TensorValue], steps: Sequence[Step]) -> list[TensorValue]:
+    def __call__(
+        self, xs: Sequence[TensorValue], steps: Sequence[Step], collectives: Collectives
+    ) -> list[TensorValue]:
         """Per device [tokens, hidden] to [tokens, hidden]."""
-        xs = _add(xs, self.self_attn(_each(self.input_norm, xs), steps))
-        return _add(xs, self.mlp(_each(self.post_attention_norm, xs)))
+        xs = _add(xs, self.self_attn(self.input_norm(xs), steps, collectives))
+        return _add(xs, self.mlp(self.post_attention_norm(xs), collectives))
 
 
 class CausalDecoder(GraphApiModule):
-    """A decoder-only language model.
+    """A decoder-only language model, or one pipeline stage of it.
 
     Args:
         config: The finalized configuration, completed with the deployment.
     """
 
-    supports_data_parallelism: ClassVar[bool] = False
+    supports_data_parallelism: ClassVar[bool] = True
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
         settings, placement = config.settings, config.placement
+        holders = range(len(placement.devices))
         table = Computed(partial(rope_table, settings.rope, settings.head_dim, config.max_seq_len))
-        self.rope = LayerList(
-            [
-                RopeTable(table, (config.max_seq_len, settings.head_dim), device)
-                for device in placement.devices
-            ]
-        )
-        self.embed_tokens = LayerList(
-            [Embedding("embed_tokens.weight", config, device) for device in placement.devices]
-        )
+        self.rope = LayerList([RopeTable(config, holder, table) for holder in holders])
+        if placement.is_first and not _is_constant(config):
+            self.embed_tokens = LayerList(
+                [TableShard(config, EMBED_TOKENS, holder) for holder in holders]
+            )
         self.layers = LayerList([DecoderLayer(config, layer) for layer in placement.layers])
-        self.head = OutputHead(config, self.embed_tokens)
+        if placement.is_last:
+            self.head = OutputHead(config)
+            tensor = EMBED_TOKENS if settings.tie_word_embeddings else LM_HEAD
+            shares = settings.tie_word_embeddings and (placement.is_first or _is_constant(config))
+            if not shares:
+                self.output = LayerList(
+                    [
+                        TableShard(config, tensor, holder)
+                        for holder in _projecting(placement, settings)
+                    ]
+                )
+
+    def constant_weights(self) -> dict[str, tuple[DeclaredWeight, ...]]:
+        """The weights behind the contract's ``constants``, per name one per device."""
+        return constant_weights(self.config)
 
     def __call__(
         self, inputs: DecoderInputs[TensorValue, BufferValue]
-    ) -> DecoderOutputs[TensorValue]:
-        """Computes one step of a ragged batch."""
+    ) -> DecoderOutputs[TensorValue] | Boundary:
+        """Computes one step of a ragged batch, or this stage's part of it."""
+        placement = self.config.placement
+        collectives = HostCollectives(placement, inputs.signals)
+        tokens, offsets = self._split(inputs)
         caches = tree.leaves(inputs.kv, leaf=KVCacheInputsPerDevice)
         steps = [
-            Step(inputs.input_row_offsets, cache, table())
-            for cache, table in zip(caches, self.rope, strict=True)
+            Step(rows, cache, table())
+            for rows, cache, table in zip(offsets, caches, self.rope, strict=True)
         ]
-        xs = [embed(inputs.tokens) for embed in self.embed_tokens]
+        if placement.is_first:
+            xs = embed(self.config, self._embedding_tables(inputs), tokens, collectives)
+        else:
+            xs = self._guarded(inputs.stage_boundary, tokens)
+        if not placement.is_last:
+            xs = [_poisoned(x, inputs.return_n_logits, 1) for x in xs]
         for layer in self.layers:
-            xs = layer(xs, steps)
-        return self.head(xs, inputs.input_row_offsets, inputs.return_n_logits)
+            xs = layer(xs, steps, collectives)
+        if not placement.is_last:
+            return tuple(xs[:: placement.tensor])
+        return self.head(
+            xs,
+            self._output_tables(inputs),
+            [ops.cast(rows[1:], DType.int64) for rows in offsets],
+            inputs.input_row_offsets,
+            inputs.return_n_logits,
+            collectives,
+        )
+
+    def _split(
+        self, inputs: DecoderInputs[TensorValue, BufferValue]
+    ) -> tuple[list[TensorValue], list[TensorValue]]:
+        """Per device, its replica's tokens and their row offsets."""
+        placement = self.config.placement
+        devices = list(placement.devices)
+        tokens = [inputs.tokens.to(device) for device in devices]
+        offsets = [inputs.input_row_offsets.to(device) for device in devices]
+        if placement.data == 1:
+            return tokens, offsets
+        assert inputs.host_input_row_offsets is not None
+        return split_batch_replicated(
+            devices,
+            tokens,
+            offsets,
+            ops.cast(inputs.host_input_row_offsets, DType.int64),
+            inputs.data_parallel_splits,
+            prefix="replica",
+            group_size=placement.tensor,
+        )
+
+    def _embedding_tables(
+        self, inputs: DecoderInputs[TensorValue, BufferValue]
+    ) -> Sequence[TensorValue]:
+        if inputs.constants is not None:
+            return list(inputs.constants[TOKEN_EMBEDDING])
+        return [shard() for shard in self.embed_tokens]
+
+    def _output_tables(
+        self, inputs: DecoderInputs[TensorValue, BufferValue]
+    ) -> Sequence[TensorValue]:
+        if hasattr(self, "output"):
+            return [shard() for shard in self.output]
+        tables = self._embedding_tables(inputs)
+        return [
+            tables[holder] for holder in _projecting(self.config.placement, self.config.settings)
+        ]
+
+    def _guarded(
+        self, boundary: Sequence[TensorValue], tokens: Sequence[TensorValue]
+    ) -> list[TensorValue]:
+        """The boundary on each device; rows whose token is none of the vocabulary become NaN.
+
+        A later stage needs no token, but it takes them: so a boundary of another batch is seen.
+        """
+        placement = self.config.placement
+        return [
+            _poisoned(
+                boundary[placement.replica(holder)].to(device),
+                tokens[holder],
+                0,
+                self.config.settings.vocab_size,
+            )
+            for holder, device in enumerate(placement.devices)
+        ]
 
 
-def _each(norms: LayerList, xs: Sequence[TensorValue]) -> list[TensorValue]:
-    return [norm(x) for norm, x in zip(norms, xs, strict=True)]
+def boundary_types(config: DecoderConfig) -> tuple[TensorType, ...]:
+    """What a stage returns to the next: one activation per replica.
+
+    Args:
+        config: The configuration of the stage that takes it.
+    """
+    placement, hidden = config.placement, config.settings.hidden_size
+    dims = (
+        ["total_seq_len"]
+        if placement.data == 1
+        else [f"replica_{replica}_seq_len" for replica in range(placement.data)]
+    )
+    return tuple(
+        TensorType(config.dtype, [dim, hidden], device)
+        for dim, device in zip(dims, placement.devices[:: placement.tensor], strict=True)
+    )
+
+
+def constant_weights(config: DecoderConfig) -> dict[str, tuple[DeclaredWeight, ...]]:
+    """The weights behind a stage's constants, per name one per device."""
+    if not _is_constant(config):
+        return {}
+    holders = range(len(config.placement.devices))
+    return {TOKEN_EMBEDDING: tuple(declare_table(config, EMBED_TOKENS, h) for h in holders)}
+
+
+def reads_token_embedding(settings: ModelSettings, placement: Placement) -> bool:
+    """Whether a stage reads the token embedding table."""
+    return placement.is_first or (placement.is_last and settings.tie_word_embeddings)
+
+
+def _is_constant(config: DecoderConfig) -> bool:
+    return TOKEN_EMBEDDING in config.constants
+
+
+def _projecting(placement: Placement, settings: ModelSettings) -> Sequence[int]:
+    """The devices that hold output rows: all where they are divided, else each replica's first."""
+    step = 1 if placement.splits_vocabulary(settings) else placement.tensor
+    return range(0, len(placement.devices), step)
 
 
 def _add(xs: Sequence[TensorValue], ys: Sequence[TensorValue]) -> list[TensorValue]:
     return [x + y for x, y in zip(xs, ys, strict=True)]
+
+
+def _poisoned(
+    x: TensorValue, values: TensorValue, least: int, end: int | None = None
+) -> TensorValue:
+    """``x``, with NaN in each row whose value is below ``least`` or not below ``end``.
+
+    Args:
+        x: [rows, hidden].
+        values: [rows], or [1] for all rows.
+        least: The smallest valid value.
+        end: The first value that is too large.
+    """
+    values = values.to(x.device)
+    valid = values >= ops.constant(least, values.dtype, x.device)
+    if end is not None:
+        valid = ops.logical_and(valid, values < ops.constant(end, values.dtype, x.device))
+    zero, nan = (ops.constant(v, x.dtype, x.device) for v in (0.0, float("nan")))
+    poison = ops.unsqueeze(ops.where(valid, zero, nan), 1)
+    return x + (poison if values.shape[0] == 1 else poison.rebind((x.shape[0], 1)))

@@ -14,7 +14,9 @@ from max.nn.layer import Module
 
 from models.config import DecoderConfig
 from models.contract import resolve_contract
+from models.kernels import KERNELS
 from models.role_contracts import DecoderInputs, DecoderOutputs
+from models.weights import DeclaredWeight
 
 
 class GraphApiModule(Module):
@@ -40,6 +42,10 @@ class GraphApiModule(Module):
         """The types of the graph's inputs."""
         return self.contract.inputs
 
+    def constant_weights(self) -> dict[str, tuple[DeclaredWeight, ...]]:
+        """The weights behind the contract's ``constants``, per name one per device."""
+        return {}
+
     @abstractmethod
     def __call__(
         self, inputs: DecoderInputs[TensorValue, BufferValue]
@@ -60,7 +66,7 @@ class GraphApiModule(Module):
             input_types: The contract's leaves; given by MAX's ``GraphSpec``.
             name: The graph's name.
             module: The MLIR module to add the graph to.
-            custom_extensions: Custom kernel libraries the graph uses.
+            custom_extensions: Custom kernel libraries the graph uses beside ours.
             is_device_graph: Whether to build a device graph.
         """
         leaves, structure = tree.flatten(self.inputs)
@@ -78,7 +84,7 @@ class GraphApiModule(Module):
             type(self).__qualname__ if name is None else name,
             forward,
             input_types=input_types,
-            custom_extensions=list(custom_extensions),
+            custom_extensions=list({KERNELS, *custom_extensions}),
             module=module,
             is_device_graph=is_device_graph,
         )

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from max.graph import DeviceRef
 
+from models.settings import ModelSettings
+
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The devices of one pipeline stage and the layers it computes.
+    """The devices of one pipeline stage and what each holds.
 
     Devices are replica-major: device ``d`` is tensor rank ``d % tensor`` of replica
-    ``d // tensor``.
+    ``d // tensor``. Ranges are of the whole model's heads, columns, rows and layers.
     """
 
     devices: tuple[DeviceRef, ...]
@@ -45,3 +48,67 @@ class Placement:
     def is_last(self) -> bool:
         """Whether this stage returns logits."""
         return self.stage == self.num_stages - 1
+
+    def rank(self, device: int) -> int:
+        """A device's position among those that share its replica's weights."""
+        return device % self.tensor
+
+    def replica(self, device: int) -> int:
+        """The replica that a device serves."""
+        return device // self.tensor
+
+    def heads(self, settings: ModelSettings, device: int) -> range:
+        """The query heads a device computes."""
+        return _share(settings.num_heads, self.tensor, self.rank(device))
+
+    def kv_heads(self, settings: ModelSettings, device: int) -> range:
+        """The key-value heads a device holds; one that others hold too, where tensor exceeds them.
+
+        Query heads ``h`` read key-value head ``h // (num_heads / num_kv_heads)``, so the heads of
+        a rank always read the ones it holds.
+        """
+        if self.tensor <= settings.num_kv_heads:
+            return _share(settings.num_kv_heads, self.tensor, self.rank(device))
+        head = self.rank(device) * settings.num_kv_heads // self.tensor
+        return range(head, head + 1)
+
+    def inner_columns(self, settings: ModelSettings, device: int) -> range:
+        """The feed-forward's inner columns a device computes."""
+        return _share(settings.intermediate_size, self.tensor, self.rank(device))
+
+    def splits_vocabulary(self, settings: ModelSettings) -> bool:
+        """Whether the embedding table's rows are divided; otherwise each device has all."""
+        return self.tensor > 1 and settings.vocab_size % self.tensor == 0
+
+    def vocabulary(self, settings: ModelSettings, device: int) -> range:
+        """The rows of the embedding table and output projection a device holds."""
+        if not self.splits_vocabulary(settings):
+            return range(settings.vocab_size)
+        return _share(settings.vocab_size, self.tensor, self.rank(device))
+
+
+def _share(count: int, parts: int, part: int) -> range:
+    assert count % parts == 0, f"{count} over {parts} is refused at resolve"
+    size = count // parts
+    return range(part * size, (part + 1) * size)
+
+
+def split_layers(num_layers: int, counts: Sequence[int]) -> tuple[range, ...]:
+    """Consecutive layers per stage, each layer in exactly one.
+
+    Args:
+        num_layers: The model's layers.
+        counts: Layers per stage.
+    """
+    assert sum(counts) == num_layers, "a partition covers every layer exactly once"
+    ranges, start = [], 0
+    for count in counts:
+        ranges.append(range(start, start + count))
+        start += count
+    return tuple(ranges)
+
+
+def even_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Layers per stage as even as can be; the first stages have the extra ones."""
+    least, extra = divmod(num_layers, num_stages)
+    return tuple(least + (stage < extra) for stage in range(num_stages))

@@ -8,7 +8,7 @@ compiles, initialises and executes a decoder; our own runner uses it too.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
@@ -18,7 +18,7 @@ from max.driver import Buffer, Device
 from max.engine import InferenceSession, Model
 from max.graph import BufferType, DeviceRef, TensorType
 from max.graph.weights import Weights, WeightsAdapter
-from max.nn.kv_cache import KVCacheInputs, KVCacheParamInterface
+from max.nn.kv_cache import KVCacheInputs, KVCacheParamInterface, MultiKVCacheParams
 from max.nn.transformer import ReturnHiddenStates, ReturnLogits
 from max.pipelines.context import TextContext
 from max.pipelines.kv_cache.config import KVCacheConfig
@@ -44,17 +44,27 @@ from max.pipelines.lib.memory_estimation import MemoryPlan
 
 from models.config import DecoderConfig
 from models.graph_api import GraphApiModule
+from models.kernels import KERNELS
 from models.role_contracts import DecoderInputs, DecoderOutputs
-from models.weights import TensorReader, declared_weights, load_weights
+from models.weights import TensorReader, WeightLoader, declared_weights
+
+HIDDEN_STATES = (
+    ReturnHiddenStates.NONE,
+    ReturnHiddenStates.LAST,
+    ReturnHiddenStates.ALL,
+    ReturnHiddenStates.ALL_NORMALIZED,
+)
+"""The hidden states that a decoder can return."""
 
 
 class DecoderArchConfig(Protocol):
     """The architecture configuration that a registration brings (MAX's ``ArchConfigWithKVCache``).
 
-    Its ``decoder`` is the finalized configuration that the decoder is constructed from.
+    Its ``stages`` are the finalized configurations that the decoders are constructed from: one,
+    or one per pipeline stage.
     """
 
-    decoder: DecoderConfig
+    stages: tuple[DecoderConfig, ...]
 
     def get_kv_params(self) -> KVCacheParamInterface:
         """The KV cache parameters."""
@@ -85,23 +95,23 @@ class ExpertParallelExchange(Protocol):
 class GraphApiDecoderModelInputs(ModelInputs):
     """One prepared batch."""
 
-    decoder: DecoderInputs[Buffer, Buffer]
-    """The contract's leaves as driver buffers."""
+    stages: tuple[DecoderInputs[Buffer, Buffer], ...]
+    """Each stage's contract as driver buffers; boundaries are filled in as stages return them."""
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
-        """The graph's inputs in order."""
-        return tuple(tree.leaves(self.decoder))
+        """The first graph's inputs in order."""
+        return tuple(tree.leaves(self.stages[0]))
 
     @property
     def tokens(self) -> Buffer:
         """The ragged tokens, where ``LogProbabilitiesMixin`` looks for them."""
-        return self.decoder.tokens
+        return self.stages[0].tokens
 
     @property
     def input_row_offsets(self) -> Buffer:
         """The row offsets, where ``LogProbabilitiesMixin`` looks for them."""
-        return self.decoder.input_row_offsets
+        return self.stages[0].input_row_offsets
 
 
 class GraphApiDecoderBatchProcessor(
@@ -116,8 +126,18 @@ class GraphApiDecoderBatchProcessor(
 
     def __init__(self, config: DecoderArchConfig, runtime: BatchProcessorRuntime) -> None:
         super().__init__(config, runtime)
+        self._stages = config.stages
         self._one = Buffer.from_numpy(np.ones(1, np.int64))
         self._ep: ExpertParallelExchange | None = None
+        self._lasting: tuple[dict[str, Any], ...] = ({},) * len(config.stages)
+
+    def bind_lasting_inputs(self, per_stage: Sequence[dict[str, Any]]) -> None:
+        """Receives the inputs that are the same buffers every step.
+
+        Args:
+            per_stage: Each stage's, by field: signals and constants.
+        """
+        self._lasting = tuple(per_stage)
 
     def bind_ep_comm_initializer(self, initializer: ExpertParallelExchange | None) -> None:
         """Receives the exchange whose buffers every batch carries."""
@@ -159,16 +179,25 @@ class GraphApiDecoderBatchProcessor(
             host_offsets[0] = 0
             np.cumsum(lengths, out=host_offsets[1:])
             np.concatenate([context.tokens.active for context in contexts], out=tokens.to_numpy())
-        decoder: DecoderInputs[Buffer, Buffer] = DecoderInputs(
-            tokens=device_tokens,
-            input_row_offsets=device_offsets,
-            return_n_logits=self._one
+        # While the host side is still held: it is freed, and reused, at once.
+        wait_for_copies(self.runtime.devices)
+        shared: dict[str, Any] = {
+            "tokens": device_tokens,
+            "input_row_offsets": device_offsets,
+            "return_n_logits": self._one
             if return_n_logits == 1
             else Buffer.from_numpy(np.array([return_n_logits], np.int64)),
-            kv=kv_cache_inputs,
-            ep=None if self._ep is None else self._ep.model_inputs(),
+            "ep": None if self._ep is None else self._ep.model_inputs(),
+        }
+        if len(replica_batches) > 1:
+            ends = np.cumsum([0, *map(len, replica_batches)], dtype=np.int64)
+            shared["host_input_row_offsets"] = offsets
+            shared["data_parallel_splits"] = Buffer.from_numpy(ends)
+        stages = tuple(
+            DecoderInputs(**shared, kv=_stage_kv(kv_cache_inputs, config), **lasting)
+            for config, lasting in zip(self._stages, self._lasting, strict=True)
         )
-        return GraphApiDecoderModelInputs(kv_cache_inputs=kv_cache_inputs, decoder=decoder)
+        return GraphApiDecoderModelInputs(kv_cache_inputs=kv_cache_inputs, stages=stages)
 
     def _check_return_n_logits(self, wanted: int, lengths: Sequence[int]) -> None:
         mode = self.runtime.return_logits
@@ -198,6 +227,40 @@ class GraphApiDecoderBatchProcessor(
             logit_offsets=named.logit_offsets,
             hidden_states=named.hidden_states,
         )
+
+
+def wait_for_copies(devices: Sequence[Device]) -> None:
+    """Waits until what was staged for a CPU is there.
+
+    On the CPU of MAX 26.7, ``batch_inplace_copy`` returns before it has copied and a graph does
+    not wait for it: on a busy machine a step would read the tokens of the step before. An
+    accelerator's stream keeps the order by itself.
+    """
+    for device in devices:
+        if device.is_host:
+            device.synchronize()
+
+
+def stage_role(config: DecoderConfig) -> str:
+    """The role of a stage's graph: ``decoder``, or ``decoder_0`` and so on where there are several.
+
+    MAX's compile cache ignores graph names, so equal graphs of two models share an entry, and
+    ``init_graphs`` looks it up by the name it was cached with: the role is the name.
+    """
+    placement = config.placement
+    name = GraphRole.DECODER.value
+    return name if placement.num_stages == 1 else f"{name}_{placement.stage}"
+
+
+def stages_kv_params(stages: Sequence[DecoderConfig]) -> KVCacheParamInterface:
+    """The KV cache of all stages: one stage's, or a tree with one subtree per stage."""
+    if len(stages) == 1:
+        return stages[0].kv_params
+    return MultiKVCacheParams.from_params({stage_role(s): s.kv_params for s in stages})
+
+
+def _stage_kv(inputs: Any, config: DecoderConfig) -> Any:
+    return inputs if config.placement.num_stages == 1 else inputs[stage_role(config)]
 
 
 class GraphApiDecoderPipelineModel(
@@ -276,13 +339,24 @@ class GraphApiDecoderPipelineModel(
 
     @cached_property
     def signal_buffers(self) -> list[Buffer]:
-        """None: a single-device graph runs no collective."""
+        """None of MAX's: each stage's contract says which signals it takes."""
         return []
 
     @property
+    def stages(self) -> tuple[DecoderConfig, ...]:
+        """The finalized configuration of each stage."""
+        configs: tuple[DecoderConfig, ...] = self.arch_config.stages
+        return configs
+
+    @property
     def model(self) -> Model:
-        """The compiled and initialized decoder."""
-        return self._models[GraphRole.DECODER]
+        """The compiled and initialized decoder; its last stage, where there are several."""
+        return self.models[-1]
+
+    @property
+    def models(self) -> tuple[Model, ...]:
+        """The compiled and initialized decoder of each stage."""
+        return tuple(self._models[stage_role(config)] for config in self.stages)
 
     def _check_data_parallelism(self) -> None:
         replicas = self.pipeline_config.model.data_parallel_degree
@@ -299,30 +373,52 @@ class GraphApiDecoderPipelineModel(
                 "needs a replica of its own"
             )
 
-    def _create_model_config(self, state_dict: dict[str, Any]) -> DecoderConfig:
+    def _create_model_config(self, state_dict: dict[str, Any]) -> tuple[DecoderConfig, ...]:
         del state_dict
-        config: DecoderConfig = self.arch_config.decoder
-        return config
+        if self.return_hidden_states not in HIDDEN_STATES:
+            raise ValueError(
+                f"return_hidden_states={self.return_hidden_states.value} is not supported; "
+                f"{', '.join(mode.value for mode in HIDDEN_STATES)} are"
+            )
+        return tuple(
+            replace(
+                config,
+                return_logits=self.return_logits,
+                return_hidden_states=self.return_hidden_states,
+            )
+            for config in self.stages
+        )
 
     def _load_state_dict(self) -> dict[str, Any]:
         # The decoder's declarations say what to read, once it is constructed.
         return {}
 
-    def graph_specs(self, model_config: DecoderConfig) -> dict[str, GraphSpec]:
+    def graph_specs(self, model_config: tuple[DecoderConfig, ...]) -> dict[str, GraphSpec]:
         """Returns the decoder graph, with the checkpoint loaded into it.
 
         Args:
-            model_config: The finalized configuration.
+            model_config: The finalized configuration of each stage; one graph each.
         """
-        decoder = self.decoder_cls(model_config)
-        weights = load_weights(declared_weights(decoder), self._reader())
-        inputs = decoder.inputs
+        specs: dict[str, GraphSpec] = {}
+        lasting = []
+        loaded = WeightLoader(self._reader())
+        for config in model_config:
+            decoder = self.decoder_cls(config)
+            role = stage_role(config)
+            specs[role] = GraphSpec(
+                decoder,
+                role,
+                tree.leaves(decoder.inputs),
+                loaded.load(declared_weights(decoder, f"{role}.")),
+                # Stages compile together, which shares the kernels that are alike.
+                group=GraphRole.DECODER.value if len(model_config) > 1 else None,
+                # Each graph loads our kernels; a module of graphs is given them once.
+                custom_extensions=() if specs else (KERNELS,),
+            )
+            lasting.append(_lasting_inputs(decoder, loaded))
         assert self.batch_processor is not None
-        self.batch_processor.input_tree = inputs
-        # One name for every decoder: MAX's compile cache ignores graph names, so equal graphs of
-        # two models share an entry, and init_graphs looks it up by the name it was cached with.
-        name = GraphRole.DECODER.value
-        return {GraphRole.DECODER: GraphSpec(decoder, name, tree.leaves(inputs), weights)}
+        self.batch_processor.bind_lasting_inputs(lasting)
+        return specs
 
     def _reader(self) -> TensorReader:
         assert not isinstance(self.weights, Weights), "MAX's own weights come with registration"
@@ -353,7 +449,34 @@ class GraphApiDecoderPipelineModel(
         """
         assert isinstance(model_inputs, GraphApiDecoderModelInputs)
         assert self.batch_processor is not None
-        return self.batch_processor.process_outputs(self.model.execute(*model_inputs.buffers))
+        # The KV manager's copies too.
+        wait_for_copies(self.devices)
+        *before, last = model_inputs.stages
+        boundary: Any = None
+        for model, inputs in zip(self.models, before, strict=False):
+            returned = model.execute(*tree.leaves(replace(inputs, stage_boundary=boundary)))
+            boundary = tuple(returned)
+        inputs = replace(last, stage_boundary=boundary)
+        return self.batch_processor.process_outputs(self.model.execute(*tree.leaves(inputs)))
+
+
+def _lasting_inputs(decoder: GraphApiModule, loaded: WeightLoader) -> dict[str, Any]:
+    """The buffers that a stage takes unchanged every step, by field."""
+    inputs: dict[str, Any] = {}
+    if decoder.inputs.signals is not None:
+        inputs["signals"] = tuple(
+            Buffer.zeros(
+                [int(dim) for dim in signal.shape], signal.dtype, signal.device.to_device()
+            )
+            for signal in decoder.inputs.signals
+        )
+    constants = decoder.constant_weights()
+    if constants:
+        inputs["constants"] = {
+            name: tuple(Buffer.from_numpy(loaded.values(weight)) for weight in shards)
+            for name, shards in constants.items()
+        }
+    return inputs
 
 
 def graph_api_pipeline_model(

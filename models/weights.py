@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 from max.dtype import DType
-from max.graph import DeviceRef, Weight
+from max.graph import DeviceRef, TensorType, Weight
 from max.nn.layer import Module
 
 Array = npt.NDArray[np.float32]
@@ -49,6 +49,17 @@ class Piece:
         values = reader.read(self.tensor, rows)
         return values if self.columns is None else values[:, slice(*self.columns)]
 
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """The piece's shape, from its tensor's."""
+        rows = whole[0] if self.rows is None else self.rows[1] - self.rows[0]
+        if self.columns is None:
+            return (rows, *whole[1:])
+        return (rows, self.columns[1] - self.columns[0])
+
+    def alone(self) -> FromCheckpoint:
+        """The source of a weight that is this piece."""
+        return FromCheckpoint((self,))
+
 
 @dataclass(frozen=True)
 class FromCheckpoint:
@@ -78,6 +89,7 @@ class DeclaredWeight(Weight):
         shape: Static sizes, rows first.
         device: Where it resides.
         source: Where its values come from.
+        holder: The position of that device in the stage's placement.
     """
 
     def __init__(
@@ -87,49 +99,102 @@ class DeclaredWeight(Weight):
         shape: tuple[int, ...],
         device: DeviceRef,
         source: Source,
+        holder: int = 0,
     ) -> None:
         super().__init__(name, dtype, shape, device)
         self.source = source
+        self.holder = holder
         self.sizes = shape
 
+    @property
+    def input_type(self) -> TensorType:
+        """Its type where it is an input instead."""
+        return TensorType(self.dtype, list(self.sizes), self.device)
 
-def declared_weights(module: Module) -> dict[str, DeclaredWeight]:
-    """Every weight of a module by its full name, and names each one so."""
+
+def rows_of(tensor: str, rows: range, width: int = 1) -> Piece:
+    """Consecutive groups of rows of a tensor, such as the rows of some heads.
+
+    Args:
+        tensor: The tensor's canonical name.
+        rows: Which groups.
+        width: Rows per group.
+    """
+    return Piece(tensor, rows=(rows.start * width, rows.stop * width))
+
+
+def columns_of(tensor: str, columns: range, width: int = 1) -> Piece:
+    """Consecutive groups of columns of a tensor.
+
+    Args:
+        tensor: The tensor's canonical name.
+        columns: Which groups.
+        width: Columns per group.
+    """
+    return Piece(tensor, columns=(columns.start * width, columns.stop * width))
+
+
+def declared_weights(module: Module, prefix: str = "") -> dict[str, DeclaredWeight]:
+    """Every weight of a module by its full name, and names each one so.
+
+    Args:
+        module: The module.
+        prefix: Before each name, where graphs that compile together need distinct ones.
+    """
     weights: dict[str, DeclaredWeight] = {}
-    for name, weight in module.raw_state_dict().items():
+    for path, weight in module.raw_state_dict().items():
+        name = f"{prefix}{path}"
         assert isinstance(weight, DeclaredWeight), f"{name} does not say where it comes from"
         weight.name = name
         weights[name] = weight
     return weights
 
 
-def source_tensors(weights: Iterable[DeclaredWeight]) -> set[str]:
-    """The names of the checkpoint tensors that weights are made from."""
-    return {
-        piece.tensor
-        for weight in weights
-        if isinstance(weight.source, FromCheckpoint)
-        for piece in weight.source.pieces
-    }
-
-
-def load_weights(weights: Mapping[str, DeclaredWeight], reader: TensorReader) -> dict[str, Array]:
-    """Makes the values of every weight.
-
-    Weights with the same source share one array, so replicas cost nothing on one host.
+def expected_shapes(weights: Iterable[DeclaredWeight]) -> dict[str, tuple[int, ...]]:
+    """The shape of each checkpoint tensor that weights are made from.
 
     Args:
-        weights: The weights by full name.
-        reader: The checkpoint.
-
-    Returns:
-        C-contiguous float32 arrays by full name.
+        weights: The weights of every device, whose pieces together cover each tensor.
     """
-    sources = {weight.source: weight for weight in weights.values()}
-    # numpy gives up the interpreter lock while it dequantizes.
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        made = dict(zip(sources, pool.map(partial(_make, reader), sources.values()), strict=True))
-    return {name: made[weight.source] for name, weight in weights.items()}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for weight in weights:
+        if not isinstance(weight.source, FromCheckpoint):
+            continue
+        for piece in weight.source.pieces:
+            assert piece.rows is not None or len(weight.source.pieces) == 1
+            ends = [piece.rows[1] if piece.rows else weight.sizes[0], *weight.sizes[1:]]
+            if piece.columns is not None:
+                ends[1] = piece.columns[1]
+            before = shapes.get(piece.tensor, (0,) * len(ends))
+            shapes[piece.tensor] = tuple(map(max, before, ends))
+    return shapes
+
+
+class WeightLoader:
+    """Makes the values of weights, those of the same source once.
+
+    Replicas on one host, and the graphs of several stages, so share one array.
+
+    Args:
+        reader: The checkpoint.
+    """
+
+    def __init__(self, reader: TensorReader) -> None:
+        self._reader = reader
+        self._made: dict[Source, Array] = {}
+
+    def load(self, weights: Mapping[str, DeclaredWeight]) -> dict[str, Array]:
+        """The values of every weight, C-contiguous float32 by full name."""
+        missing = {w.source: w for w in weights.values() if w.source not in self._made}
+        # numpy gives up the interpreter lock while it dequantizes.
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            made = pool.map(partial(_make, self._reader), missing.values())
+            self._made.update(zip(missing, made, strict=True))
+        return {name: self._made[weight.source] for name, weight in weights.items()}
+
+    def values(self, weight: DeclaredWeight) -> Array:
+        """The values of one weight."""
+        return self.load({weight.name: weight})[weight.name]
 
 
 def _make(reader: TensorReader, weight: DeclaredWeight) -> Array:

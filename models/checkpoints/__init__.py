@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from models.checkpoints.base import Checkpoint, TensorInfo
+from models.checkpoints.base import Checkpoint, TensorInfo, read_json_object
 from models.checkpoints.gguf import GGUFCheckpoint
 from models.checkpoints.safetensors import SafetensorsCheckpoint
 from models.errors import ConfigError
 
-__all__ = ["Checkpoint", "GGUFCheckpoint", "SafetensorsCheckpoint", "TensorInfo", "open_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "GGUFCheckpoint",
+    "SafetensorsCheckpoint",
+    "TensorInfo",
+    "open_checkpoint",
+    "read_json_object",
+]
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

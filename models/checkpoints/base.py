@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -91,6 +92,23 @@ class Checkpoint(ABC):
     def num_bytes(self) -> int:
         """Bytes of all tensors in the file."""
         return sum(info.num_bytes for info in self.tensors.values())
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Reads a checkpoint's JSON file.
+
+    Raises:
+        ConfigError: If it is not there, is no JSON, or holds something else than an object.
+    """
+    if not path.is_file():
+        raise ConfigError(f"model.source: {path.parent} has no {path.name}")
+    try:
+        contents = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"model.source: {path} is not JSON: {error}") from error
+    if not isinstance(contents, dict):
+        raise ConfigError(f"model.source: {path} holds no JSON object")
+    return contents
 
 
 def is_ignored(name: str) -> bool:

@@ -174,7 +174,9 @@ class GGUFCheckpoint(Checkpoint):
             raw = reader.string()
             shape = tuple(reader.scalar("<Q") for _ in range(reader.scalar("<I")))[::-1]
             headers.append((raw, shape, reader.scalar("<I"), reader.scalar("<Q")))
-        alignment = int(self.metadata.get("general.alignment", 32))
+        alignment = self.metadata.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1:
+            raise ConfigError(f"model.source: {self.path}: general.alignment is {alignment!r}")
         start = -(-reader.at // alignment) * alignment
         locations: dict[str, _Location] = {}
         for raw, shape, kind, offset in headers:
@@ -185,6 +187,11 @@ class GGUFCheckpoint(Checkpoint):
                     f"model.source: {self.path}: {raw} has the unknown tensor type {kind}"
                 ) from error
             block, block_bytes = GGML_QUANT_SIZES[quantization]
+            if not shape or shape[-1] % block:
+                raise ConfigError(
+                    f"model.source: {self.path}: rows of {raw} {list(shape)} are no whole blocks "
+                    f"of {block} ({quantization.name})"
+                )
             num_bytes = int(np.prod(shape, dtype=np.int64)) // block * block_bytes
             if start + offset + num_bytes > len(self._data):
                 raise ConfigError(
@@ -270,7 +277,10 @@ def _config_from_metadata(checkpoint: GGUFCheckpoint) -> dict[str, Any]:
     embedding = checkpoint.tensors.get("embed_tokens.weight")
     if embedding is None:
         raise ConfigError(f"model.source: {checkpoint.path} has no token_embd.weight")
-    hidden_size, num_heads = value("embedding_length"), value("attention.head_count")
+    hidden_size, num_heads = (
+        _whole(checkpoint, f"{architecture}.{key}", value(key))
+        for key in ("embedding_length", "attention.head_count")
+    )
     head_dim = value("attention.key_length", hidden_size // num_heads)
     if value("rope.dimension_count", head_dim) != head_dim:
         raise ConfigError(
@@ -295,13 +305,27 @@ def _config_from_metadata(checkpoint: GGUFCheckpoint) -> dict[str, Any]:
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
     }
+    for key in ("rope.scale_linear", "attention.sliding_window"):
+        if metadata.get(f"{architecture}.{key}"):
+            raise ConfigError(
+                f"model.source: {checkpoint.path}: {architecture}.{key} is not supported"
+            )
     scaling = value("rope.scaling.type", "none")
     if scaling != "none":
         config["rope_scaling"] = {
             "rope_type": scaling,
             "factor": value("rope.scaling.factor"),
+            "attention_factor": metadata.get(f"{architecture}.rope.scaling.attn_factor"),
             "original_max_position_embeddings": value(
                 "rope.scaling.original_context_length", config["max_position_embeddings"]
             ),
         }
     return config
+
+
+def _whole(checkpoint: GGUFCheckpoint, key: str, value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise ConfigError(
+            f"model.source: {checkpoint.path}: {key} is {value!r}, not a positive integer"
+        )
+    return value

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from models.checkpoints.base import Checkpoint, TensorInfo, is_ignored
+from models.checkpoints.base import Checkpoint, TensorInfo, is_ignored, read_json_object
 from models.errors import ConfigError
 
 _STORED_AS: dict[str, npt.DTypeLike] = {
@@ -40,7 +40,7 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._config = _read_json(path / "config.json")
+        self._config = read_json_object(path / "config.json")
         self._locations = _locate(path)
 
     @property
@@ -69,22 +69,12 @@ class SafetensorsCheckpoint(Checkpoint):
         return stored.astype(np.float32, copy=False)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ConfigError(f"model.source: {path.parent} has no {path.name}")
-    try:
-        contents = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"model.source: {path} is not JSON: {error}") from error
-    if not isinstance(contents, dict):
-        raise ConfigError(f"model.source: {path} holds no JSON object")
-    return contents
-
-
 def _locate(folder: Path) -> dict[str, _Location]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        weight_map = _read_json(index).get("weight_map") or {}
+        weight_map = read_json_object(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(map(_is_text, weight_map.values())):
+            raise ConfigError(f"model.source: {index} has no valid weight_map")
         files = [folder / name for name in sorted(set(weight_map.values()))]
         missing = [file.name for file in files if not file.is_file()]
         if missing:
@@ -119,6 +109,21 @@ def _locate(folder: Path) -> dict[str, _Location]:
     return locations
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _read_entry(file: Path, raw: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+    try:
+        encoding, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        valid = all(type(n) is int and n >= 0 for n in (*shape, begin, end)) and shape
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"model.source: {file} has no valid entry of {raw}") from error
+    if not valid or begin > end:
+        raise ConfigError(f"model.source: {file} has no valid entry of {raw}: {entry}")
+    return str(encoding), tuple(shape), begin, end
+
+
 def _read_header(file: Path) -> dict[str, _Location]:
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -134,11 +139,12 @@ def _read_header(file: Path) -> dict[str, _Location]:
             raise ConfigError(f"model.source: {file} has no valid header: {error}") from error
     start = 8 + length
     locations: dict[str, _Location] = {}
+    if not isinstance(header, dict):
+        raise ConfigError(f"model.source: {file} has no valid header: no object")
     for raw, entry in header.items():
         if raw == "__metadata__":
             continue
-        encoding, shape = entry["dtype"], tuple(entry["shape"])
-        begin, end = entry["data_offsets"]
+        encoding, shape, begin, end = _read_entry(file, raw, entry)
         if start + end > size:
             raise ConfigError(
                 f"model.source: {file} is truncated: {raw} ends at byte {start + end}, "

@@ -30,12 +30,13 @@ def family_for(config: Mapping[str, Any], *, source: str) -> Family:
     Raises:
         ConfigError: If no family serves any of its ``architectures``.
     """
-    architectures = tuple(config.get("architectures") or ())
+    named = config.get("architectures")
+    architectures = [str(name) for name in named] if isinstance(named, list) else []
     for family in FAMILIES:
         if set(architectures) & set(family.architectures):
             return family
     served = ", ".join(name for family in FAMILIES for name in family.architectures)
-    found = ", ".join(map(str, architectures)) or "none named"
+    found = ", ".join(architectures) or "none named"
     raise ConfigError(
         f"model.source: the architecture of {source} is not supported: {found}\n"
         f"  supported: {served}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,14 +55,36 @@ class ConfigReader:
             raise self.error(key, f"{value!r} is not a positive integer")
         return value
 
-    def number(self, key: str, default: float) -> float:
-        """A number; ``default`` where the key is absent or null."""
+    def number(self, key: str, default: float | None = None, least: float = 0.0) -> float:
+        """A finite number above ``least``; ``default`` where the key is absent or null."""
+        value = self.config.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise self.error(key, "missing, and it has no default")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(key, f"{value!r} is not a number")
+        if not least < value < math.inf:
+            raise self.error(key, f"{value!r} is not a number above {least:g}")
+        return float(value)
+
+    def choice(self, key: str, choices: Sequence[str], default: str) -> str:
+        """One of several words; ``default`` where the key is absent or null."""
         value = self.config.get(key)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(key, f"{value!r} is not a number")
-        return float(value)
+        if value not in choices:
+            raise self.error(key, f"{value!r} is not one of {', '.join(choices)}")
+        return str(value)
+
+    def nested(self, key: str) -> ConfigReader | None:
+        """The object of a key; ``None`` where it is absent, null or empty."""
+        value = self.config.get(key)
+        if not value:
+            return None
+        if not isinstance(value, dict):
+            raise self.error(key, f"{value!r} is no object")
+        return ConfigReader(value, f"{self.source}: {key}")
 
     def flag(self, key: str, default: bool = False) -> bool:
         """A boolean; ``default`` where the key is absent or null."""
@@ -101,9 +123,7 @@ def dense_settings(reader: ConfigReader, family: str, **family_facts: Any) -> Mo
     head_dim = reader.integer("head_dim", hidden_size // num_heads)
     if head_dim % 2:
         raise reader.error("head_dim", f"{head_dim} is odd; rotary embeddings need an even one")
-    hidden_act = reader.config.get("hidden_act") or "silu"
-    if hidden_act not in ACTIVATIONS:
-        raise reader.error("hidden_act", f"{hidden_act!r} is not one of {', '.join(ACTIVATIONS)}")
+    hidden_act = reader.choice("hidden_act", ACTIVATIONS, "silu")
     if reader.number("partial_rotary_factor", 1.0) != 1.0:
         raise reader.error("partial_rotary_factor", "only 1.0 is supported")
     max_position_embeddings = reader.integer("max_position_embeddings", 2048)
@@ -133,81 +153,88 @@ def layer_windows(reader: ConfigReader) -> tuple[int | None, ...]:
     ``max_window_layers`` (28 by default) on.
     """
     num_layers = reader.integer("num_hidden_layers")
-    window = reader.integer("sliding_window", 4096) if reader.flag("use_sliding_window") else None
-    if window is None:
+    if not reader.flag("use_sliding_window") or reader.config.get("sliding_window", 4096) is None:
         return (None,) * num_layers
+    window = reader.integer("sliding_window", 4096)
     layer_types = reader.config.get("layer_types")
     if layer_types is None:
         first = reader.config.get("max_window_layers", 28)
+        if type(first) is not int:
+            raise reader.error("max_window_layers", f"{first!r} is not an integer")
         return tuple(window if layer >= first else None for layer in range(num_layers))
-    if len(layer_types) != num_layers:
-        raise reader.error("layer_types", f"{len(layer_types)} entries for {num_layers} layers")
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+        raise reader.error("layer_types", f"{layer_types!r} is no list of {num_layers} entries")
     known = {"sliding_attention": window, "full_attention": None}
     for kind in layer_types:
-        if kind not in known:
+        if not isinstance(kind, str) or kind not in known:
             raise reader.error("layer_types", f"{kind!r} is not one of {', '.join(known)}")
     return tuple(known[kind] for kind in layer_types)
+
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""The ways of stretching rotary frequencies that are computed."""
+
+_ROPE_KEYS = {
+    *("rope_type", "type", "rope_theta", "factor", "partial_rotary_factor"),
+    *("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    *("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+}
 
 
 def rope_settings(reader: ConfigReader, max_position_embeddings: int) -> RopeSettings:
     """Reads ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (older).
 
-    Source of the rules and defaults: Hugging Face ``modeling_rope_utils.py``.
+    Source of the rules, precedence and defaults: Hugging Face ``modeling_rope_utils.py``.
     """
-    config = reader.config
-    values = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = values.get("rope_theta", config.get("rope_theta"))
-    theta = 10000.0 if theta is None else float(theta)
-    kind = values.get("rope_type", values.get("type", "default"))
-    if values.get("partial_rotary_factor", 1.0) not in (None, 1.0):
-        raise reader.error("rope_parameters.partial_rotary_factor", "only 1.0 is supported")
-    original = config.get("original_max_position_embeddings") or values.get(
-        "original_max_position_embeddings", max_position_embeddings
-    )
+    rope = reader.nested("rope_scaling") or reader.nested("rope_parameters")
+    if rope is None:
+        return RopeSettings(theta=reader.number("rope_theta", 10000.0))
+    unknown = sorted(set(rope.config) - _ROPE_KEYS)
+    if unknown:
+        raise rope.error(unknown[0], "unknown; rotary settings per layer type are not supported")
+    theta = rope.number("rope_theta", reader.number("rope_theta", 10000.0))
+    kind = rope.choice("rope_type", ROPE_TYPES, rope.choice("type", ROPE_TYPES, "default"))
+    if rope.number("partial_rotary_factor", 1.0) != 1.0:
+        raise rope.error("partial_rotary_factor", "only 1.0 is supported")
     if kind == "default":
         return RopeSettings(theta=theta)
-    if kind not in ("linear", "llama3", "yarn"):
-        raise reader.error(
-            "rope_parameters.rope_type",
-            f"{kind!r} is not supported\n  supported: default, linear, llama3, yarn",
-        )
-    factor = values.get("factor")
-    if factor is None:
-        if kind != "yarn":
-            raise reader.error("rope_parameters.factor", f"missing, and {kind} needs it")
-        factor = max_position_embeddings / original
+    original = reader.integer(
+        "original_max_position_embeddings",
+        rope.integer("original_max_position_embeddings", max_position_embeddings),
+    )
+    # Yarn's factor follows from the lengths where it is not given.
+    factor = rope.number("factor", max_position_embeddings / original if kind == "yarn" else None)
     if kind == "linear":
-        return RopeSettings(theta=theta, rope_type="linear", factor=float(factor))
+        return RopeSettings(theta=theta, rope_type="linear", factor=factor)
     if kind == "llama3":
         return RopeSettings(
             theta=theta,
             rope_type="llama3",
-            factor=float(factor),
-            original_max_position=int(original),
-            low_freq_factor=float(values.get("low_freq_factor", 1.0)),
-            high_freq_factor=float(values.get("high_freq_factor", 4.0)),
+            factor=factor,
+            original_max_position=original,
+            low_freq_factor=rope.number("low_freq_factor", 1.0),
+            high_freq_factor=rope.number("high_freq_factor", 4.0),
         )
     return RopeSettings(
         theta=theta,
         rope_type="yarn",
-        factor=float(factor),
-        original_max_position=int(original),
-        beta_fast=float(values.get("beta_fast") or 32),
-        beta_slow=float(values.get("beta_slow") or 1),
-        attention_factor=_yarn_attention_factor(values, float(factor)),
-        truncate=bool(values.get("truncate", True)),
+        factor=factor,
+        original_max_position=original,
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        attention_factor=_yarn_attention_factor(rope, factor),
+        truncate=rope.flag("truncate", True),
     )
 
 
-def _yarn_attention_factor(values: Mapping[str, Any], factor: float) -> float:
+def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
     """Yarn's temperature (arXiv 2309.00071, section 3.4): given, or 0.1 mscale ln(factor) + 1."""
 
     def temperature(mscale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
-    given = values.get("attention_factor")
-    if given is not None:
-        return float(given)
-    if values.get("mscale") and values.get("mscale_all_dim"):
-        return temperature(values["mscale"]) / temperature(values["mscale_all_dim"])
+    if rope.config.get("attention_factor") is not None:
+        return rope.number("attention_factor")
+    if rope.config.get("mscale") and rope.config.get("mscale_all_dim"):
+        return temperature(rope.number("mscale")) / temperature(rope.number("mscale_all_dim"))
     return temperature(1.0)

@@ -11,15 +11,16 @@ from max.nn.attention import MHAMaskVariant
 from max.nn.kv_cache import KVCacheParams
 from max.nn.layer import LayerList, Module
 
+from models.collectives import Collectives
 from models.config import DecoderConfig
 from models.layers.linear import Linear
 from models.layers.norm import RMSNorm
 from models.layers.step import Step
-from models.weights import Piece
+from models.weights import Piece, columns_of, rows_of
 
 
 class Attention(Module):
-    """Self-attention of one layer, on every device of the stage.
+    """Self-attention of one layer: each device attends with its heads, and the results are summed.
 
     Args:
         config: The decoder's configuration.
@@ -29,12 +30,19 @@ class Attention(Module):
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
         self.shards = LayerList(
-            [AttentionShard(config, layer, device) for device in config.placement.devices]
+            [
+                AttentionShard(config, layer, holder)
+                for holder in range(len(config.placement.devices))
+            ]
         )
 
-    def __call__(self, xs: Sequence[TensorValue], steps: Sequence[Step]) -> list[TensorValue]:
+    def __call__(
+        self, xs: Sequence[TensorValue], steps: Sequence[Step], collectives: Collectives
+    ) -> list[TensorValue]:
         """Per device [tokens, hidden] to [tokens, hidden]."""
-        return [shard(x, step) for shard, x, step in zip(self.shards, xs, steps, strict=True)]
+        return collectives.sum_in_replicas(
+            [shard(x, step) for shard, x, step in zip(self.shards, xs, steps, strict=True)]
+        )
 
 
 class AttentionShard(Module):
@@ -43,50 +51,56 @@ class AttentionShard(Module):
     Args:
         config: The decoder's configuration.
         layer: The layer's index in the model.
-        device: Where the shard resides.
+        holder: The position of the device that holds it.
     """
 
-    def __init__(self, config: DecoderConfig, layer: int, device: DeviceRef) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, holder: int) -> None:
         super().__init__()
-        settings = config.settings
+        settings, placement = config.settings, config.placement
         prefix = f"layers.{layer}.self_attn"
+        heads = placement.heads(settings, holder)
+        kv_heads = placement.kv_heads(settings, holder)
         self.head_dim = settings.head_dim
-        self.num_heads = settings.num_heads
-        self.num_kv_heads = settings.num_kv_heads
-        self.kv_layer = layer - config.placement.layers.start
+        self.num_heads, self.num_kv_heads = len(heads), len(kv_heads)
+        self.kv_layer = layer - placement.layers.start
         assert isinstance(config.kv_params, KVCacheParams)
         self.kv_params = config.kv_params
         self.window = _effective_window(settings.windows[layer], config.max_seq_len)
         q_dim, kv_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+
+        def stacked(kind: str) -> tuple[Piece, ...]:
+            return tuple(
+                rows_of(f"{prefix}.{name}_proj.{kind}", rows, self.head_dim)
+                for name, rows in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+            )
+
         self.qkv_proj = Linear(
-            tuple(Piece(f"{prefix}.{name}_proj.weight") for name in "qkv"),
+            config,
+            holder,
+            stacked("weight"),
             settings.hidden_size,
             q_dim + 2 * kv_dim,
-            config.dtype,
-            device,
-            tuple(Piece(f"{prefix}.{name}_proj.bias") for name in "qkv")
-            if settings.qkv_bias
-            else None,
+            stacked("bias") if settings.qkv_bias else None,
         )
+        # The results of a replica's devices are summed, so one of them adds the bias.
+        adds_bias = settings.o_bias and placement.rank(holder) == 0
         self.o_proj = Linear(
-            (Piece(f"{prefix}.o_proj.weight"),),
+            config,
+            holder,
+            (columns_of(f"{prefix}.o_proj.weight", heads, self.head_dim),),
             q_dim,
             settings.hidden_size,
-            config.dtype,
-            device,
-            (Piece(f"{prefix}.o_proj.bias"),) if settings.o_bias else None,
+            (Piece(f"{prefix}.o_proj.bias"),) if adds_bias else None,
         )
         self.q_norm, self.k_norm = (
-            RMSNorm(
-                f"{prefix}.{name}.weight", self.head_dim, settings.norm_eps, config.dtype, device
-            )
+            RMSNorm(config, holder, f"{prefix}.{name}.weight", self.head_dim)
             if settings.qk_norm
             else None
             for name in ("q_norm", "k_norm")
         )
 
     def __call__(self, x: TensorValue, step: Step) -> TensorValue:
-        """[tokens, hidden] to [tokens, hidden]."""
+        """[tokens, hidden] to this device's part of [tokens, hidden]."""
         layer = ops.constant(self.kv_layer, DType.uint32, DeviceRef.CPU())
         qkv = self.qkv_proj(x)
         queries = (

@@ -7,9 +7,10 @@ import math
 import numpy as np
 import numpy.typing as npt
 from max.dtype import DType
-from max.graph import DeviceRef, TensorValue
+from max.graph import TensorValue
 from max.nn.layer import Module
 
+from models.config import DecoderConfig
 from models.settings import RopeSettings
 from models.weights import Computed, DeclaredWeight
 
@@ -20,14 +21,16 @@ class RopeTable(Module):
     """The table as a weight, so that the graph holds no large constant.
 
     Args:
+        config: The decoder's configuration.
+        holder: The position of the device that holds it.
         source: Makes the table's values.
-        shape: ``(max_seq_len, head_dim)``.
-        device: Where it resides.
     """
 
-    def __init__(self, source: Computed, shape: tuple[int, int], device: DeviceRef) -> None:
+    def __init__(self, config: DecoderConfig, holder: int, source: Computed) -> None:
         super().__init__()
-        self.weight = DeclaredWeight("weight", DType.float32, shape, device, source)
+        shape = (config.max_seq_len, config.settings.head_dim)
+        device = config.placement.devices[holder]
+        self.weight = DeclaredWeight("weight", DType.float32, shape, device, source, holder)
 
     def __call__(self) -> TensorValue:
         """float32 ``[max_seq_len, head_dim]``."""

@@ -1,0 +1,93 @@
+"""What devices of one stage exchange inside the graph.
+
+One interface; the host backend serves simulated devices, which are all the one CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from max.dtype import DType
+from max.graph import BufferValue, TensorValue, ops
+
+from models.placement import Placement
+
+HOST_SIGNAL_BYTES = 1
+"""A simulated device's signal buffer: one flag."""
+
+
+class Collectives(Protocol):
+    """Exchanges between the devices of a stage; values come and go one per device."""
+
+    def sum_in_replicas(self, xs: Sequence[TensorValue]) -> list[TensorValue]:
+        """Every device of a replica gets the sum of the replica's values."""
+        ...
+
+    def concat_in_replicas(self, xs: Sequence[TensorValue]) -> list[TensorValue]:
+        """Every device of a replica gets the replica's values side by side (last dimension)."""
+        ...
+
+    def concat_replicas(self, xs: Sequence[TensorValue]) -> TensorValue:
+        """The first device gets one value of each replica, one below the other."""
+        ...
+
+
+class HostCollectives:
+    """Exchanges in the host's memory.
+
+    A simulated device's signal buffer holds one flag that is always zero: no device has to wait
+    for another, because the graph's own order does that. Each device reads its flag in every
+    exchange and adds it to what it receives, so a flag that is not zero is seen at once.
+
+    Args:
+        placement: The stage's devices.
+        signals: One buffer per device; ``None`` on one device, which exchanges nothing.
+    """
+
+    def __init__(self, placement: Placement, signals: Sequence[BufferValue] | None) -> None:
+        self._placement = placement
+        self._flags = (
+            None
+            if signals is None
+            else [ops.cast(ops.buffer_load(signal), DType.float32) for signal in signals]
+        )
+
+    def sum_in_replicas(self, xs: Sequence[TensorValue]) -> list[TensorValue]:
+        """Every device of a replica gets the sum of the replica's values."""
+        return self._share([_sum(group) for group in self._groups(xs)])
+
+    def concat_in_replicas(self, xs: Sequence[TensorValue]) -> list[TensorValue]:
+        """Every device of a replica gets the replica's values side by side."""
+        return self._share([_concat(group, axis=-1) for group in self._groups(xs)])
+
+    def concat_replicas(self, xs: Sequence[TensorValue]) -> TensorValue:
+        """The first device gets one value of each replica, one below the other."""
+        return self._receive(_concat(xs, axis=0), 0)
+
+    def _groups(self, xs: Sequence[TensorValue]) -> list[Sequence[TensorValue]]:
+        size = self._placement.tensor
+        return [xs[start : start + size] for start in range(0, len(xs), size)]
+
+    def _share(self, per_replica: Sequence[TensorValue]) -> list[TensorValue]:
+        return [
+            self._receive(per_replica[self._placement.replica(device)], device)
+            for device in range(len(self._placement.devices))
+        ]
+
+    def _receive(self, x: TensorValue, device: int) -> TensorValue:
+        if self._flags is None:
+            return x
+        flag = self._flags[device]
+        return x + (flag if x.dtype == flag.dtype else ops.cast(flag, x.dtype))
+
+
+def _sum(xs: Sequence[TensorValue]) -> TensorValue:
+    total = xs[0]
+    for x in xs[1:]:
+        total = total + x
+    return total
+
+
+def _concat(xs: Sequence[TensorValue], axis: int) -> TensorValue:
+    return xs[0] if len(xs) == 1 else ops.concat(list(xs), axis=axis)

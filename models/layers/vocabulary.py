@@ -1,0 +1,216 @@
+"""From token ids to the residual stream, and from there to logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from max.dtype import DType
+from max.graph import TensorValue, ops
+from max.nn.layer import Module
+from max.nn.transformer import ReturnHiddenStates, ReturnLogits
+
+from models.collectives import Collectives
+from models.config import DecoderConfig
+from models.kernels import matmul
+from models.layers.norm import ReplicatedRMSNorm
+from models.role_contracts import DecoderOutputs
+from models.weights import DeclaredWeight, rows_of
+
+TOKEN_EMBEDDING = "token_embedding"
+"""The table's name among a deployment's constants."""
+
+EMBED_TOKENS, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
+"""The checkpoint tensors of the two tables."""
+
+
+def declare_table(config: DecoderConfig, tensor: str, holder: int) -> DeclaredWeight:
+    """One device's rows of a table with one row per token id.
+
+    Args:
+        config: The decoder's configuration.
+        tensor: The checkpoint tensor.
+        holder: The position of the device that holds it.
+    """
+    rows = config.placement.vocabulary(config.settings, holder)
+    return DeclaredWeight(
+        "weight",
+        config.dtype,
+        (len(rows), config.settings.hidden_size),
+        config.placement.devices[holder],
+        rows_of(tensor, rows).alone(),
+        holder,
+    )
+
+
+class TableShard(Module):
+    """One device's rows of a table.
+
+    Args:
+        config: The decoder's configuration.
+        tensor: The checkpoint tensor.
+        holder: The position of the device that holds it.
+    """
+
+    def __init__(self, config: DecoderConfig, tensor: str, holder: int) -> None:
+        super().__init__()
+        self.weight = declare_table(config, tensor, holder)
+
+    def __call__(self) -> TensorValue:
+        """[rows, hidden]."""
+        return self.weight
+
+
+def embed(
+    config: DecoderConfig,
+    tables: Sequence[TensorValue],
+    tokens: Sequence[TensorValue],
+    collectives: Collectives,
+) -> list[TensorValue]:
+    """Looks up each token's row.
+
+    Where the rows are divided, each device looks up the tokens it has, the others give zeros,
+    and the sum over a replica's devices is the row.
+
+    Args:
+        config: The decoder's configuration.
+        tables: Per device, its rows of the table.
+        tokens: Per device, int64 [tokens].
+        collectives: Sums over a replica's devices.
+
+    Returns:
+        Per device [tokens, hidden].
+    """
+    if not config.placement.splits_vocabulary(config.settings):
+        return [ops.gather(table, ids, axis=0) for table, ids in zip(tables, tokens, strict=True)]
+    parts = []
+    for holder, (table, ids) in enumerate(zip(tables, tokens, strict=True)):
+        rows = config.placement.vocabulary(config.settings, holder)
+        device = ids.device
+        first, last = (
+            ops.constant(value, DType.int64, device) for value in (rows.start, rows.stop - 1)
+        )
+        local = ops.max(ops.min(ids, last), first)
+        held = ops.unsqueeze(ops.cast(ops.equal(local, ids), config.dtype), 1)
+        parts.append(ops.gather(table, local - first, axis=0) * held)
+    return collectives.sum_in_replicas(parts)
+
+
+class OutputHead(Module):
+    """The last norm, the choice of rows, and the output projection.
+
+    Args:
+        config: The decoder's configuration.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.norm = ReplicatedRMSNorm(config, "norm.weight")
+
+    def __call__(
+        self,
+        xs: Sequence[TensorValue],
+        tables: Sequence[TensorValue],
+        ends: Sequence[TensorValue],
+        row_offsets: TensorValue,
+        return_n_logits: TensorValue,
+        collectives: Collectives,
+    ) -> DecoderOutputs[TensorValue]:
+        """Makes the decoder's outputs, on the first device.
+
+        Args:
+            xs: Per device, [tokens, hidden] of the last layer.
+            tables: The output projection's rows, per device that projects.
+            ends: Per device, int64 [sequences]: the end of each sequence in its tokens.
+            row_offsets: uint32 [sequences + 1] of the whole batch.
+            return_n_logits: int64 [1] on the CPU. A graph for last-token or all-token logits
+                takes 1, and reads its next-token logits at that distance from each sequence's
+                end; one for variable logits returns so many rows per sequence.
+            collectives: Exchanges between the devices.
+        """
+
+        def logits_of(rows: Sequence[TensorValue]) -> TensorValue:
+            return self._project(self.norm(rows), tables, collectives)
+
+        mode = self.config.return_logits
+        distance = [return_n_logits.to(x.device) for x in xs]
+        if mode is ReturnLogits.VARIABLE:
+            distance = [ops.constant(1, DType.int64, x.device) for x in xs]
+        last = [
+            ops.gather(x, end - n, axis=0) for x, end, n in zip(xs, ends, distance, strict=True)
+        ]
+        logits = offsets = None
+        if mode is ReturnLogits.VARIABLE:
+            logits = logits_of(
+                [
+                    ops.gather(x, _last_rows(end, return_n_logits), axis=0)
+                    for x, end in zip(xs, ends, strict=True)
+                ]
+            )
+            offsets = _multiples(row_offsets, return_n_logits)
+        elif mode is ReturnLogits.ALL:
+            logits = logits_of(xs)
+            offsets = ops.cast(row_offsets, DType.int64)
+        return DecoderOutputs(
+            next_token_logits=logits_of(last),
+            logits=logits,
+            logit_offsets=offsets,
+            hidden_states=self._hidden_states(xs, last, collectives),
+        )
+
+    def _project(
+        self,
+        hidden: Sequence[TensorValue],
+        tables: Sequence[TensorValue],
+        collectives: Collectives,
+    ) -> TensorValue:
+        placement = self.config.placement
+        if placement.splits_vocabulary(self.config.settings):
+            parts = [_logits(h, table) for h, table in zip(hidden, tables, strict=True)]
+            whole = collectives.concat_in_replicas(parts)[:: placement.tensor]
+        else:
+            # Each replica's first device projects for the replica.
+            firsts = hidden[:: placement.tensor]
+            whole = [_logits(h, table) for h, table in zip(firsts, tables, strict=True)]
+        return collectives.concat_replicas(whole)
+
+    def _hidden_states(
+        self, xs: Sequence[TensorValue], last: Sequence[TensorValue], collectives: Collectives
+    ) -> TensorValue | None:
+        mode = self.config.return_hidden_states
+        if mode is ReturnHiddenStates.NONE:
+            return None
+        if mode is ReturnHiddenStates.LAST:
+            rows = last
+        elif mode is ReturnHiddenStates.ALL:
+            rows = xs
+        else:
+            assert mode is ReturnHiddenStates.ALL_NORMALIZED, (
+                f"{mode} is refused before the graph is built"
+            )
+            rows = self.norm(xs)
+        return collectives.concat_replicas(rows[:: self.config.placement.tensor])
+
+
+def _logits(hidden: TensorValue, table: TensorValue) -> TensorValue:
+    return ops.cast(matmul(hidden, table), DType.float32)
+
+
+def _last_rows(ends: TensorValue, count: TensorValue) -> TensorValue:
+    """The last ``count`` rows before each end, int64 [sequences * count]."""
+    distances = ops.range(
+        count.reshape(()),
+        0,
+        -1,
+        out_dim="return_n_logits",
+        dtype=DType.int64,
+        device=ends.device,
+    )
+    return (ops.unsqueeze(ends, 1) - distances).reshape((-1,))
+
+
+def _multiples(row_offsets: TensorValue, count: TensorValue) -> TensorValue:
+    """0, count, 2 count, ... of the length of ``row_offsets``, int64."""
+    length = row_offsets.shape[0]
+    steps = ops.range(0, length, 1, out_dim=length, dtype=DType.int64, device=row_offsets.device)
+    return steps * count.to(row_offsets.device)
