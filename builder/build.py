@@ -23,7 +23,9 @@ from models.decoder import CausalDecoder
 from models.registration_graph_api import (
     GraphApiDecoderPipelineModel,
     graph_api_pipeline_model,
+    stages_kv_params,
 )
+from models.settings import ModelSettings
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Registration:
     """MAX's configuration of the same deployment."""
 
     devices: list[Device]
-    """The devices; simulated ones are the one CPU several times."""
+    """The devices of a stage; simulated ones are the one CPU several times."""
 
     memory_plan: MemoryPlan
     """The limits that planning settled, as MAX carries them."""
@@ -48,19 +50,21 @@ class Registration:
 
 def build(plan: Plan) -> Registration:
     """Registers the plan's decoder and writes its deployment in MAX's configuration."""
+    stages = tuple(stage.config for stage in plan.stages)
+    num_devices = len(stages[0].placement.devices)
     model_config = MAXModelConfig(
         model_path="",
-        device_specs=[DeviceSpec.cpu()] * len(plan.decoder.placement.devices),
+        device_specs=[DeviceSpec.cpu()] * num_devices,
         quantization_encoding=plan.model.encoding.value,
         max_length=plan.max_length,
-        data_parallel_degree=plan.decoder.placement.data,
+        data_parallel_degree=plan.num_replicas,
         kv_cache=KVCacheConfig(
             kv_cache_page_size=plan.deployment.kv.page_size, enable_prefix_caching=False
         ),
     )
     # Seeded, so that MAX looks for no repository: a GGUF file has no config.json to load, and
     # loading the weights is ours.
-    model_config._huggingface_config = PretrainedConfig(**plan.checkpoint.config)
+    model_config._huggingface_config = _huggingface_config(plan.settings)
     model_config._resolved_dtype_cast = (None, None)
     pipeline_config = PipelineConfig(
         models={"main": model_config},
@@ -71,18 +75,34 @@ def build(plan: Plan) -> Registration:
     )
     return Registration(
         plan=plan,
-        model_cls=graph_api_pipeline_model(CausalDecoder, _planned(plan.decoder)),
+        model_cls=graph_api_pipeline_model(CausalDecoder, _planned(stages)),
         pipeline_config=pipeline_config,
-        devices=[CPU()] * len(plan.decoder.placement.devices),
+        devices=[CPU()] * num_devices,
         memory_plan=MemoryPlan(
             planned_max_batch_size=plan.deployment.batch.max_batch_size,
-            footprint=sum(device.total for device in plan.memory),
+            footprint=sum(device.total for device in plan.devices),
             planned_max_length=plan.max_length,
         ),
     )
 
 
-def _planned(decoder: DecoderConfig) -> type[Any]:
+def _huggingface_config(settings: ModelSettings) -> PretrainedConfig:
+    # What MAX reads, set after construction: its constructor checks keys that MAX never reads.
+    config = PretrainedConfig()
+    for key, value in {
+        "hidden_size": settings.hidden_size,
+        "num_hidden_layers": settings.num_layers,
+        "num_attention_heads": settings.num_heads,
+        "num_key_value_heads": settings.num_kv_heads,
+        "head_dim": settings.head_dim,
+        "vocab_size": settings.vocab_size,
+        "max_position_embeddings": settings.max_position_embeddings,
+    }.items():
+        setattr(config, key, value)
+    return config
+
+
+def _planned(stages: tuple[DecoderConfig, ...]) -> type[Any]:
     """The architecture configuration class of a deployment that is already resolved."""
 
     class PlannedConfig:
@@ -92,7 +112,7 @@ def _planned(decoder: DecoderConfig) -> type[Any]:
         SUPPORTED_ENCODINGS: frozenset[str] = frozenset({"float32"})
 
         def __init__(self) -> None:
-            self.decoder = decoder
+            self.stages = stages
 
         @classmethod
         def initialize(cls, *_: Any, **__: Any) -> PlannedConfig:
@@ -102,14 +122,14 @@ def _planned(decoder: DecoderConfig) -> type[Any]:
         @staticmethod
         def construct_kv_params(*_: Any, **__: Any) -> KVCacheParamInterface:
             """The plan's KV cache parameters."""
-            return decoder.kv_params
+            return stages_kv_params(stages)
 
         def get_kv_params(self) -> KVCacheParamInterface:
             """The plan's KV cache parameters."""
-            return decoder.kv_params
+            return stages_kv_params(stages)
 
         def get_max_seq_len(self) -> int:
             """The plan's longest sequence."""
-            return decoder.max_seq_len
+            return stages[0].max_seq_len
 
     return PlannedConfig

@@ -16,6 +16,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
+    InterpolationResolutionError,
     MissingMandatoryValue,
     OmegaConfBaseException,
 )
@@ -87,30 +88,58 @@ def to_config(composed: DictConfig) -> Config:
     """Makes the frozen facts of one job.
 
     Raises:
-        ConfigError: If a value is missing.
+        ConfigError: If a value is missing, or a key is none of the schema's.
     """
+    _check_keys(composed, "")
     try:
         config = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         raise explain(error) from error
     assert isinstance(config, Config)
+    if type(config.task) not in TASKS.values():
+        raise ConfigError(
+            "task: not a task of ours; its file starts with the defaults "
+            f"[/schema/task/NAME@_here_, _self_]\n  NAME is one of {', '.join(TASKS)}"
+        )
+    for key, value in (("model", config.model), ("deployment", config.deployment)):
+        if value is None:
+            raise ConfigError(f"{key}: missing; choose one with {key}=CHOICE")
     return config
 
 
+def _check_keys(node: DictConfig, path: str) -> None:
+    # "+key=value" adds keys that the schema does not have.
+    schema = OmegaConf.get_type(node)
+    for key in map(str, node):
+        child = node._get_node(key)
+        if is_dataclass(schema) and key not in {f.name for f in fields(schema)}:
+            raise _unknown_key(f"{path}{key}", schema)
+        if isinstance(child, DictConfig) and not (child._is_none() or child._is_missing()):
+            _check_keys(child, f"{path}{key}.")
+
+
 def explain(error: BaseException) -> ConfigError:
-    """Words an error of Hydra or OmegaConf as a ``ConfigError``.
+    """Words an error of composition as a ``ConfigError``.
 
     Names the key, and the nearest valid one where the key is unknown.
+
+    Args:
+        error: What Hydra, OmegaConf or the YAML reader raised.
     """
     for cause in _causes(error):
         if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
-            return _unknown_key(str(cause.full_key))
+            return _unknown_key(str(cause.full_key), cause.object_type)
         if isinstance(cause, MissingMandatoryValue):
             return ConfigError(f"{cause.full_key}: missing; set it with {cause.full_key}=VALUE")
+        if isinstance(cause, InterpolationResolutionError):
+            return ConfigError(
+                f"{cause.full_key}: {_first_line(cause)}\n"
+                "  a text with ${...} in it goes into a file, for task.prompts_file"
+            )
         if isinstance(cause, OmegaConfBaseException) and cause.full_key:
             return ConfigError(f"{cause.full_key}: {_first_line(cause)}")
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return ConfigError("\n  ".join(lines) if isinstance(error, HydraException) else str(error))
+    lines = [line.rstrip() for line in str(error).splitlines() if line.strip()]
+    return ConfigError("\n  ".join(lines) or type(error).__name__)
 
 
 def _causes(error: BaseException | None) -> list[BaseException]:
@@ -125,30 +154,14 @@ def _first_line(error: BaseException) -> str:
     return str(error).splitlines()[0]
 
 
-def _unknown_key(full_key: str) -> ConfigError:
+def _unknown_key(full_key: str, schema: Any) -> ConfigError:
     *parents, unknown = full_key.split(".")
-    schema: Any = Config
-    candidates = [schema]
-    for parent in parents:
-        candidates = [
-            child for candidate in candidates for child in _child_schemas(candidate, parent)
-        ]
-    valid = sorted({f.name for candidate in candidates for f in fields(candidate)})
+    valid = sorted(f.name for f in fields(schema)) if is_dataclass(schema) else []
     prefix = ".".join([*parents, ""])
     close = difflib.get_close_matches(unknown, valid, n=1)
     hint = (
         f"did you mean {prefix}{close[0]}?"
         if close
-        else f"valid here: {', '.join(f'{prefix}{name}' for name in valid)}"
+        else f"valid here: {', '.join(f'{prefix}{name}' for name in valid) or 'none'}"
     )
     return ConfigError(f"{full_key}: unknown key\n  {hint}")
-
-
-def _child_schemas(schema: type[Any], name: str) -> list[type[Any]]:
-    if schema is Config and name == "task":
-        return list(TASKS.values())
-    for candidate in fields(schema):
-        if candidate.name == name:
-            default = candidate.default_factory
-            return [default] if is_dataclass(default) else []
-    return []

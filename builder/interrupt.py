@@ -14,8 +14,11 @@ EXIT_STATUS = 130
 """What a shell calls a command that SIGINT ended."""
 
 
-class InterruptedJob(Exception):  # noqa: N818 - it is no error
-    """The job was asked to stop and has written what it had."""
+class InterruptedJob(BaseException):
+    """The job was asked to stop and has written what it had.
+
+    No ``Exception``, so that Hydra ends a sweep with it instead of going on to the next job.
+    """
 
 
 class Interrupts:
@@ -47,6 +50,8 @@ class Interrupts:
         Raises:
             InterruptedJob: If the job was asked to stop meanwhile.
         """
+        if self.requested:
+            raise InterruptedJob
         self._inside_call.set()
         try:
             yield

@@ -19,10 +19,23 @@ class JobFolder:
     """
 
     STATUS = "status.json"
+    RESULTS = (
+        "plan.json",
+        "contract.json",
+        "generations.jsonl",
+        "scores.jsonl",
+        "verify.json",
+        "metrics.json",
+        STATUS,
+    )
+    """Every file that a job may write."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._written: list[str] = []
+        # A folder that is used again keeps nothing of the job before.
+        for name in self.RESULTS:
+            (path / name).unlink(missing_ok=True)
 
     def write_json(self, name: str, contents: Mapping[str, Any]) -> None:
         """Writes one JSON object."""
@@ -50,6 +63,7 @@ class JobFolder:
         shutil.rmtree(self.path / ".hydra", ignore_errors=True)
 
     def _write(self, name: str, text: str) -> None:
+        assert name in self.RESULTS, f"{name} is none of a job's files"
         self.path.mkdir(parents=True, exist_ok=True)
         partial = self.path / f".{name}.partial"
         partial.write_text(text, encoding="utf-8")

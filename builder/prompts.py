@@ -39,10 +39,15 @@ def gather(key: str, given: Sequence[Any], file: str | None) -> list[tuple[str, 
         path = Path(file).expanduser()
         if not path.is_file():
             raise ConfigError(f"{key}_file: no such file: {path}")
-        lines = path.read_text(encoding="utf-8").splitlines()
+        try:
+            contents = path.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{key}_file: {path} is not UTF-8: {error}") from error
+        # Only line feeds end a line: a prompt may hold the other characters that splitlines ends
+        # one at.
         entries += [
-            (f"{key}_file: line {number}", _parse_line(line))
-            for number, line in enumerate(lines, 1)
+            (f"{key}_file: line {number}", _parse_line(line.removesuffix("\r")))
+            for number, line in enumerate(contents.split("\n"), 1)
             if line.strip()
         ]
     if not entries:
@@ -55,7 +60,7 @@ def _parse_line(line: str) -> Any:
     if line.lstrip().startswith("["):
         try:
             parsed = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return line
         if isinstance(parsed, list) and all(type(token) is int for token in parsed):
             return parsed
@@ -97,15 +102,16 @@ def tokenize(
             ids = encode(entry)
         elif isinstance(entry, list) and all(type(token) is int for token in entry):
             ids = entry
-            wrong = [token for token in ids if not 0 <= token < vocab_size]
-            if wrong:
-                raise ConfigError(
-                    f"{name}: token id {wrong[0]} is not in the vocabulary, 0 to {vocab_size - 1}"
-                )
         else:
             raise ConfigError(f"{name}: {entry!r} is neither text nor a list of token ids")
         if not ids:
             raise ConfigError(f"{name}: empty")
+        wrong = [token for token in ids if not 0 <= token < vocab_size]
+        if wrong:
+            hint = "" if ids is entry else "\n  model.tokenizer belongs to another model"
+            raise ConfigError(
+                f"{name}: token id {wrong[0]} is not in the vocabulary, 0 to {vocab_size - 1}{hint}"
+            )
         if len(ids) + room > max_length:
             raise ConfigError(
                 f"{name}: {len(ids)} tokens{f' + {room} to generate' if room else ''} exceed "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -11,39 +12,57 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from builder.resolve import Plan
+from builder.resolve import Plan, Stage
 from models.contract import FieldDecision, Leaf
 
 
 def console() -> Console:
     """The terminal, or a wide page where there is none."""
-    probe = Console(highlight=False)
-    return probe if probe.is_terminal else Console(highlight=False, width=160)
+    # Without markup: names and texts of the user's may hold square brackets.
+    probe = Console(highlight=False, markup=False)
+    return probe if probe.is_terminal else Console(highlight=False, markup=False, width=160)
 
 
 def contract_json(plan: Plan) -> dict[str, Any]:
-    """The contract: sixteen fields in canonical order, with their leaves."""
+    """The contract: sixteen fields in canonical order, with their leaves.
+
+    Where there are several stages, ``fields`` is what any of them takes, each leaf with its stage,
+    and ``stages`` has each stage's own sixteen.
+    """
+    stages = [
+        {
+            "stage": stage.config.placement.stage,
+            "layers": list(stage.config.placement.layers),
+            "fields": [_field_json(plan, [(index, field)]) for field in stage.contract.fields],
+        }
+        for index, stage in enumerate(plan.stages)
+    ]
+    by_field = zip(*(stage.contract.fields for stage in plan.stages), strict=True)
+    fields = [_field_json(plan, list(enumerate(decisions))) for decisions in by_field]
+    return {"fields": fields, "stages": stages}
+
+
+def _field_json(plan: Plan, decisions: Sequence[tuple[int, FieldDecision]]) -> dict[str, Any]:
+    # The reason of the last stage that takes the field, or of the last that does not.
+    _, decision = max(decisions, key=lambda pair: (pair[1].present, pair[0]))
     return {
-        "fields": [
+        "name": decision.name,
+        "present": decision.present,
+        "because": decision.because,
+        "keys": list(decision.keys),
+        "leaves": [
             {
-                "name": field.name,
-                "present": field.present,
-                "because": field.because,
-                "keys": list(field.keys),
-                "leaves": [
-                    {
-                        "path": leaf.path,
-                        "dtype": leaf.type.dtype.name,
-                        "shape": _shape(leaf),
-                        "device": device_name(leaf),
-                        "kind": leaf.kind,
-                        "max_bytes": max_bytes(plan, leaf),
-                    }
-                    for leaf in field.leaves
-                ],
+                "path": leaf.path,
+                "dtype": leaf.type.dtype.name,
+                "shape": _shape(leaf),
+                "device": device_name(leaf),
+                "kind": leaf.kind,
+                "stage": stage,
+                "max_bytes": max_bytes(plan, leaf),
             }
-            for field in plan.contract.fields
-        ]
+            for stage, taken in decisions
+            for leaf in taken.leaves
+        ],
     }
 
 
@@ -61,7 +80,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "max_length": plan.max_length,
         "num_pages": plan.num_pages,
         "kv_bytes_per_token": plan.kv_bytes_per_token,
-        "memory": [{**dataclasses.asdict(device), "total": device.total} for device in plan.memory],
+        "devices": [{**as_json(share), "total": share.total} for share in plan.devices],
+        "weights": {**as_json(plan.weights), "total": plan.weights.total},
     }
 
 
@@ -71,6 +91,10 @@ def as_json(value: Any) -> Any:
         return {f.name: as_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Enum):
         return value.value
+    if isinstance(value, range):
+        return {"start": value.start, "stop": value.stop}
+    if isinstance(value, Mapping):
+        return {key: as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [as_json(item) for item in value]
     return value
@@ -105,15 +129,34 @@ def human_bytes(count: int) -> str:
 
 
 def print_plan(plan: Plan, out: Console) -> None:
-    """Prints the contract, one row per field, then each many-leaved field's inputs, and memory."""
-    present = [field for field in plan.contract.fields if field.present]
+    """Prints each stage's contract, one row per field, then placement and memory."""
+    for stage in plan.stages:
+        _print_contract(plan, stage, out)
+    print_placement(plan, out)
+
+
+def contract_line(stage: Stage) -> str:
+    """A stage's contract in one line."""
+    present = [field.name for field in stage.contract.fields if field.present]
+    return (
+        f"{', '.join(present)}: {len(present)} of {len(stage.contract.fields)} fields, "
+        f"{len(stage.contract.leaves)} inputs"
+    )
+
+
+def _print_contract(plan: Plan, stage: Stage, out: Console) -> None:
+    placement = stage.config.placement
+    title = f"{plan.model.name} on {plan.deployment.name}"
+    if len(plan.stages) > 1:
+        title += f", stage {placement.stage}, {_span('layer', placement.layers)}"
+    present = [field for field in stage.contract.fields if field.present]
     out.print(
-        f"[bold]{plan.model.name}[/] on [bold]{plan.deployment.name}[/]: "
-        f"{len(present)} of {len(plan.contract.fields)} fields, "
-        f"{len(plan.contract.leaves)} graph inputs"
+        f"{title}: {len(present)} of {len(stage.contract.fields)} fields, "
+        f"{len(stage.contract.leaves)} graph inputs",
+        style="bold",
     )
     table = _table("field", "", "dtype", "shape", "device", "at most", "why  [config keys]")
-    for field in plan.contract.fields:
+    for field in stage.contract.fields:
         table.add_row(*_field_cells(plan, field), style="" if field.present else "dim")
     out.print(table)
     for field in present:
@@ -123,7 +166,6 @@ def print_plan(plan: Plan, out: Console) -> None:
                 name = leaf.path.removeprefix(f"{field.name}.")
                 inputs.add_row(f"  {name}", "", *_leaf_cells(plan, leaf))
             out.print(inputs)
-    print_memory(plan, out)
 
 
 def _table(*headings: str) -> Table:
@@ -169,20 +211,37 @@ def _leaf_cells(plan: Plan, leaf: Leaf) -> tuple[str | Text, ...]:
     return dtype, shape, device_name(leaf), human_bytes(max_bytes(plan, leaf))
 
 
-def print_memory(plan: Plan, out: Console) -> None:
-    """Prints what each device holds."""
+def _span(name: str, numbers: range) -> str:
+    if len(numbers) == 1:
+        return f"{name} {numbers.start}"
+    return f"{name}s {numbers.start} to {numbers.stop - 1}" if numbers else f"no {name}s"
+
+
+def print_placement(plan: Plan, out: Console) -> None:
+    """Prints what each device holds, and where the bytes of the weights come from."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("device")
-    for heading in ("weights", "KV pages", "total"):
+    for heading in ("device", "stage", "replica", "rank"):
         table.add_column(heading, justify="right")
-    for device in plan.memory:
+    for heading in ("layers", "heads", "KV heads", "columns", "vocabulary"):
+        table.add_column(heading)
+    for heading in ("weights", "constants", "KV pages", "total"):
+        table.add_column(heading, justify="right")
+    for share in plan.devices:
+        ranges = (share.layers, share.heads, share.kv_heads, share.inner_columns, share.vocabulary)
         table.add_row(
-            device.device,
-            *map(human_bytes, (device.weights, device.kv_pages, device.total)),
+            *(str(n) for n in (share.device, share.stage, share.replica, share.rank)),
+            *(f"{r.start}-{r.stop - 1}" if r else "-" for r in ranges),
+            *map(human_bytes, (share.weights, share.constants, share.kv_pages, share.total)),
         )
     out.print(table)
+    items = plan.weights
+    out.print(f"weights: {human_bytes(items.checkpoint)} of the checkpoint, each tensor once")
+    for kind, extra in items.replicated.items():
+        out.print(f"       + {human_bytes(extra)} of further copies of {kind}")
+    for kind, extra in items.computed.items():
+        out.print(f"       + {human_bytes(extra)} computed: {kind}")
     out.print(
-        f"KV: {plan.num_pages} pages of {plan.deployment.kv.page_size} tokens, "
+        f"KV: {plan.num_pages} pages of {plan.deployment.kv.page_size} tokens per replica, "
         f"{human_bytes(plan.kv_bytes_per_token)} per token; "
         f"sequences of up to {plan.max_length} tokens"
     )

@@ -1,55 +1,56 @@
 """Step 2, resolve: a job's configuration to a plan.
 
 Pure and fast: no session is opened and no weights are read beyond the checkpoint's header. Every
-check of one setting against another is here, before anything is built.
+check of one setting against another is here or in ``checks``, before anything is built.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from max.dtype import DType
 from max.graph import DeviceRef
-from max.nn.kv_cache import KVCacheParams
 from max.nn.transformer import ReturnLogits
 
-from builder.schema import DeploymentConfig, DeviceKind, Encoding, ModelConfig
+from builder import checks
+from builder.memory import (
+    DeviceShare,
+    WeightItems,
+    device_shares,
+    kv_bytes_per_token,
+    weight_items,
+)
+from builder.schema import DeploymentConfig, Logits, ModelConfig
 from models.checkpoints import Checkpoint
-from models.config import DecoderConfig
+from models.collectives import HOST_SIGNAL_BYTES
+from models.config import Declarations, DecoderConfig
 from models.contract import Contract
-from models.decoder import CausalDecoder
-from models.errors import ConfigError
+from models.decoder import (
+    CausalDecoder,
+    boundary_types,
+    constant_weights,
+    reads_token_embedding,
+)
 from models.kv_cache import HostMHAKVCacheParams
-from models.placement import Placement
+from models.layers.vocabulary import TOKEN_EMBEDDING
+from models.placement import Placement, even_counts, split_layers
 from models.settings import ModelSettings
-from models.weights import DeclaredWeight, FromCheckpoint, declared_weights, source_tensors
+from models.weights import DeclaredWeight, declared_weights
 
 DEFAULT_MAX_LENGTH = 2048
 """The longest sequence where neither the deployment nor the model asks for less."""
 
-MIN_SLIDING_WINDOW = 128
-"""The smallest window that MAX 26.7's CPU attention kernel compiles with."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceMemory:
-    """What one device holds, in bytes."""
+class Stage:
+    """One pipeline stage: one decoder graph."""
 
-    device: str
-    """The device."""
+    config: DecoderConfig
+    """What the decoder is constructed from."""
 
-    weights: int
-    """Weights and tables, as they are computed with."""
-
-    kv_pages: int
-    """The paged KV cache."""
-
-    @property
-    def total(self) -> int:
-        """The sum."""
-        return self.weights + self.kv_pages
+    contract: Contract
+    """What its graph takes, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +66,8 @@ class Plan:
     checkpoint: Checkpoint
     """The opened checkpoint."""
 
-    decoder: DecoderConfig
-    """What the decoder is constructed from."""
-
-    contract: Contract
-    """What its graph takes, and why."""
+    stages: tuple[Stage, ...]
+    """The pipeline stages in order; one where the model is not split."""
 
     max_length: int
     """The longest sequence, in tokens."""
@@ -77,8 +75,11 @@ class Plan:
     num_pages: int
     """KV pages per replica."""
 
-    memory: tuple[DeviceMemory, ...]
-    """The memory plan, per device."""
+    devices: tuple[DeviceShare, ...]
+    """What each device holds."""
+
+    weights: WeightItems
+    """Where the bytes of all devices' weights come from."""
 
     limits: Mapping[str, int]
     """The largest value of each symbolic dimension of the contract."""
@@ -86,42 +87,126 @@ class Plan:
     @property
     def settings(self) -> ModelSettings:
         """The model's settings."""
-        return self.decoder.settings
+        return self.stages[0].config.settings
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas share the batch."""
+        return self.stages[0].config.placement.data
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes that one token takes in the KV cache of one replica."""
-        params = self.decoder.kv_params
-        assert isinstance(params, KVCacheParams)
-        return params.bytes_per_block // params.page_size
+        return kv_bytes_per_token(stage.config for stage in self.stages)
 
 
-def resolve(model: ModelConfig, deployment: DeploymentConfig, checkpoint: Checkpoint) -> Plan:
+def resolve(
+    model: ModelConfig,
+    deployment: DeploymentConfig,
+    checkpoint: Checkpoint,
+    needed_logits: Logits = Logits.last_token,
+) -> Plan:
     """Resolves a deployment of a checkpoint.
+
+    Args:
+        model: The model's configuration.
+        deployment: The deployment's configuration.
+        checkpoint: The opened checkpoint.
+        needed_logits: What the graph returns where the deployment does not say.
 
     Raises:
         ConfigError: If any setting can't be satisfied; the message shows the arithmetic.
     """
     settings = checkpoint.settings
-    _check_encoding(model, deployment)
-    _check_devices(deployment)
-    _check_later_features(deployment)
+    logits = ReturnLogits((deployment.return_logits or needed_logits).value)
+    checks.check_encoding(model, deployment)
+    checks.check_devices(deployment)
+    checks.check_features(deployment)
+    checks.check_division(deployment, settings)
+    checks.check_batch(deployment)
     max_length = _max_length(deployment, settings)
-    _check_windows(settings, max_length)
-    _check_batch(deployment)
+    checks.check_windows(settings, max_length)
     num_pages = _num_pages(deployment, max_length)
-    placement = Placement(
-        devices=(DeviceRef.CPU(),) * deployment.devices.count,
-        layers=range(settings.num_layers),
+    stages, weights, constants = [], [], []
+    for placement in _placements(deployment, settings):
+        config = _decoder_config(deployment, settings, placement, max_length, logits)
+        decoder = CausalDecoder(config)
+        stages.append(Stage(config=config, contract=decoder.contract))
+        weights.append(declared_weights(decoder))
+        constants.append([w for shards in constant_weights(config).values() for w in shards])
+    every = [w for named in weights for w in named.values()]
+    # Stages share a constant's buffer, so it is held once per device of the first that takes it.
+    shared = next((shards for shards in constants if shards), [])
+    checks.check_checkpoint(checkpoint, [*every, *shared])
+    devices = device_shares(
+        [
+            (stage.config, stage.contract, named.values(), held)
+            for stage, named, held in zip(stages, weights, _held_once(constants), strict=True)
+        ],
+        num_pages,
     )
+    checks.check_memory(devices)
+    return Plan(
+        model=model,
+        deployment=deployment,
+        checkpoint=checkpoint,
+        stages=tuple(stages),
+        max_length=max_length,
+        num_pages=num_pages,
+        devices=devices,
+        weights=weight_items([*every, *shared], checkpoint.tensors),
+        limits=_limits(deployment, num_pages, max_length),
+    )
+
+
+def _held_once(constants: list[list[DeclaredWeight]]) -> list[list[DeclaredWeight]]:
+    seen = False
+    held: list[list[DeclaredWeight]] = []
+    for shards in constants:
+        held.append([] if seen else shards)
+        seen = seen or bool(shards)
+    return held
+
+
+def _placements(deployment: DeploymentConfig, settings: ModelSettings) -> list[Placement]:
+    parallel = deployment.parallel
+    counts = parallel.stage_layers or even_counts(settings.num_layers, parallel.pipeline)
+    checks.check_stage_layers(deployment, settings, counts)
+    return [
+        Placement(
+            # Simulated devices are all the one CPU.
+            devices=(DeviceRef.CPU(),) * (parallel.tensor * parallel.data),
+            tensor=parallel.tensor,
+            data=parallel.data,
+            layers=layers,
+            stage=stage,
+            num_stages=parallel.pipeline,
+        )
+        for stage, layers in enumerate(split_layers(settings.num_layers, counts))
+    ]
+
+
+def _decoder_config(
+    deployment: DeploymentConfig,
+    settings: ModelSettings,
+    placement: Placement,
+    max_length: int,
+    return_logits: ReturnLogits,
+) -> DecoderConfig:
     kv_params = HostMHAKVCacheParams(
         dtype=DType.float32,
         n_kv_heads=settings.num_kv_heads,
         head_dim=settings.head_dim,
-        num_layers=settings.num_layers,
+        num_layers=len(placement.layers),
         page_size=deployment.kv.page_size,
         devices=list(placement.devices),
         data_parallel_degree=placement.data,
+        allow_kv_head_replication=True,
+    )
+    constants = tuple(
+        name
+        for name in deployment.constants
+        if name == TOKEN_EMBEDDING and reads_token_embedding(settings, placement)
     )
     config = DecoderConfig(
         settings=settings,
@@ -129,202 +214,50 @@ def resolve(model: ModelConfig, deployment: DeploymentConfig, checkpoint: Checkp
         dtype=DType.float32,
         kv_params=kv_params,
         max_seq_len=max_length,
-        return_logits=ReturnLogits(deployment.return_logits.value),
+        return_logits=return_logits,
+        constants=constants,
     )
-    decoder = CausalDecoder(config)
-    weights = declared_weights(decoder)
-    check_checkpoint(checkpoint, weights)
-    memory = (
-        DeviceMemory(
-            device="cpu:0",
-            weights=sum(_num_bytes(weight) for weight in weights.values()),
-            # MAX keeps one more page, which unused table entries point to.
-            kv_pages=(num_pages + 1) * kv_params.bytes_per_block,
+    return replace(
+        config,
+        declarations=Declarations(
+            signal_bytes=HOST_SIGNAL_BYTES,
+            constants={
+                name: tuple(weight.input_type for weight in shards)
+                for name, shards in constant_weights(config).items()
+            }
+            or None,
+            stage_boundary=None if placement.is_first else boundary_types(config),
         ),
     )
-    _check_memory(memory, num_pages, kv_params.bytes_per_block)
-    return Plan(
-        model=model,
-        deployment=deployment,
-        checkpoint=checkpoint,
-        decoder=config,
-        contract=decoder.contract,
-        max_length=max_length,
-        num_pages=num_pages,
-        memory=memory,
-        limits=_limits(deployment, num_pages, max_length),
-    )
-
-
-def _check_encoding(model: ModelConfig, deployment: DeploymentConfig) -> None:
-    if deployment.devices.kind is DeviceKind.cpu and model.encoding is not Encoding.float32:
-        raise ConfigError(
-            f"model.encoding: {model.encoding.value} is not computed on the CPU, where MAX's "
-            "kernels are slower in it than in float32\n  what works: model.encoding=float32 "
-            "(a checkpoint in another encoding is converted on load)"
-        )
-
-
-def _check_devices(deployment: DeploymentConfig) -> None:
-    devices, parallel = deployment.devices, deployment.parallel
-    if devices.kind is not DeviceKind.cpu:
-        raise ConfigError(
-            f"deployment.devices.kind: {devices.kind.value} devices are not supported yet\n"
-            "  what works: deployment.devices.kind=cpu"
-        )
-    for key, value in (
-        ("devices.count", devices.count),
-        ("parallel.tensor", parallel.tensor),
-        ("parallel.data", parallel.data),
-        ("parallel.expert", parallel.expert),
-        ("parallel.pipeline", parallel.pipeline),
-    ):
-        if value < 1:
-            raise ConfigError(f"deployment.{key}: {value} is less than 1")
-        if value > 1:
-            raise ConfigError(
-                f"deployment.{key}: {value} is not supported yet; graphs are built for one device"
-                f"\n  what works: deployment.{key}=1"
-            )
-
-
-def _check_later_features(deployment: DeploymentConfig) -> None:
-    for key, asked in (
-        ("constants", bool(deployment.constants)),
-        ("lora", bool(deployment.lora)),
-        ("vision", deployment.vision),
-    ):
-        if asked:
-            raise ConfigError(f"deployment.{key}: not supported yet; leave it unset")
 
 
 def _max_length(deployment: DeploymentConfig, settings: ModelSettings) -> int:
     longest = settings.max_position_embeddings
-    asked = deployment.max_length
-    if asked is None:
+    if deployment.max_length is None:
         return min(longest, DEFAULT_MAX_LENGTH)
-    if not 1 < asked <= longest:
-        raise ConfigError(
-            f"deployment.max_length: {asked} is not between 2 and the model's "
-            f"max_position_embeddings, {longest}"
-        )
-    return asked
-
-
-def _check_windows(settings: ModelSettings, max_length: int) -> None:
-    for layer, window in enumerate(settings.windows):
-        if window is not None and window < min(MIN_SLIDING_WINDOW, max_length):
-            raise ConfigError(
-                f"model.source: layer {layer} has a sliding window of {window} tokens; MAX's CPU "
-                f"kernel takes {MIN_SLIDING_WINDOW} and more\n  what works: "
-                f"deployment.max_length={window}, within which the window has no effect"
-            )
-
-
-def _check_batch(deployment: DeploymentConfig) -> None:
-    batch = deployment.batch
-    if batch.max_batch_size < 1:
-        raise ConfigError(f"deployment.batch.max_batch_size: {batch.max_batch_size} is less than 1")
-    if batch.max_batch_input_tokens < batch.max_batch_size:
-        raise ConfigError(
-            f"deployment.batch.max_batch_input_tokens: {batch.max_batch_input_tokens} tokens "
-            f"cannot hold one token of each of {batch.max_batch_size} sequences"
-            "\n  what works: at least deployment.batch.max_batch_size"
-        )
+    checks.check_max_length(deployment.max_length, longest)
+    return deployment.max_length
 
 
 def _num_pages(deployment: DeploymentConfig, max_length: int) -> int:
-    page_size = deployment.kv.page_size
-    if page_size < 1 or page_size & (page_size - 1):
-        raise ConfigError(f"deployment.kv.page_size: {page_size} is not a power of two")
-    per_sequence = -(-max_length // page_size)
+    checks.check_page_size(deployment)
+    per_sequence = -(-max_length // deployment.kv.page_size)
     asked = deployment.kv.num_pages
     if asked is None:
         return deployment.batch.max_batch_size * per_sequence
-    if asked < per_sequence:
-        raise ConfigError(
-            f"deployment.kv.num_pages: {asked} pages of {page_size} tokens hold "
-            f"{asked * page_size}; one sequence of max_length {max_length} needs {per_sequence}"
-            f"\n  what works: deployment.kv.num_pages={per_sequence}, or "
-            f"deployment.max_length={max(asked * page_size, 2)}"
-        )
+    checks.check_num_pages(deployment, asked, per_sequence, max_length)
     return asked
 
 
-def _check_memory(memory: tuple[DeviceMemory, ...], num_pages: int, page_bytes: int) -> None:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    needed = sum(device.total for device in memory)
-    if needed <= total:
-        return
-    weights = sum(device.weights for device in memory)
-    raise ConfigError(
-        f"deployment: needs {needed / 2**30:.1f} GiB, this machine has {total / 2**30:.1f}\n"
-        f"  weights {weights / 2**30:.1f} GiB + {num_pages + 1} KV pages x "
-        f"{page_bytes / 2**20:.1f} MiB\n"
-        "  what works: fewer pages, with deployment.kv.num_pages, batch.max_batch_size "
-        "or max_length"
-    )
-
-
-def _num_bytes(weight: DeclaredWeight) -> int:
-    count = 1
-    for size in weight.sizes:
-        count *= size
-    return count * weight.dtype.size_in_bytes
-
-
 def _limits(deployment: DeploymentConfig, num_pages: int, max_length: int) -> dict[str, int]:
-    batch = deployment.batch
-    return {
-        "total_seq_len": batch.max_batch_input_tokens,
-        "input_row_offsets_len": batch.max_batch_size + 1,
+    batch, replicas = deployment.batch, deployment.parallel.data
+    limits = {
+        "total_seq_len": replicas * batch.max_batch_input_tokens,
+        "input_row_offsets_len": replicas * batch.max_batch_size + 1,
         "total_num_pages": num_pages + 1,
-        "replica_0_batch_size": batch.max_batch_size,
-        "replica_0_max_num_pages": -(-max_length // deployment.kv.page_size),
     }
-
-
-def check_checkpoint(checkpoint: Checkpoint, weights: Mapping[str, DeclaredWeight]) -> None:
-    """Checks that the checkpoint has every tensor that is read, in its shape, and no other.
-
-    Raises:
-        ConfigError: If a tensor is missing, has another shape, or is read by no layer (the
-            model would compute something else than it was trained to).
-    """
-    tensors = checkpoint.tensors
-    for name, weight in weights.items():
-        if not isinstance(weight.source, FromCheckpoint):
-            continue
-        rows = 0
-        for piece in weight.source.pieces:
-            info = tensors.get(piece.tensor)
-            if info is None:
-                raise ConfigError(
-                    f"model.source: {checkpoint.path} has no tensor {piece.tensor}, "
-                    f"which {checkpoint.settings.family} reads"
-                )
-            shape = list(info.shape)
-            if piece.rows is not None:
-                shape[0] = piece.rows[1] - piece.rows[0]
-            if piece.columns is not None:
-                shape[1] = piece.columns[1] - piece.columns[0]
-            rows += shape[0]
-            if tuple(shape[1:]) != weight.sizes[1:] or rows > weight.sizes[0]:
-                raise ConfigError(
-                    f"model.source: {checkpoint.path}: {piece.tensor} is {list(info.shape)}; "
-                    f"the settings give {name} {list(weight.sizes)}"
-                )
-        if rows != weight.sizes[0]:
-            raise ConfigError(
-                f"model.source: {checkpoint.path}: the tensors of {name} have {rows} rows; "
-                f"the settings give {weight.sizes[0]}"
-            )
-    unread = sorted(set(tensors) - source_tensors(weights.values()))
-    if checkpoint.settings.tie_word_embeddings:
-        # Some exporters save the tied table twice.
-        unread = [name for name in unread if name != "lm_head.weight"]
-    if unread:
-        raise ConfigError(
-            f"model.source: {checkpoint.path} has {len(unread)} tensors that "
-            f"{checkpoint.settings.family} does not read, the first {unread[0]}"
-        )
+    for replica in range(replicas):
+        limits[f"replica_{replica}_batch_size"] = batch.max_batch_size
+        limits[f"replica_{replica}_max_num_pages"] = -(-max_length // deployment.kv.page_size)
+        limits[f"replica_{replica}_seq_len"] = batch.max_batch_input_tokens
+    return limits

@@ -11,18 +11,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
-import numpy.typing as npt
 from max.driver import Buffer
 from max.pipelines.context import TextContext, TokenBuffer
 from max.pipelines.kv_cache import PagedKVCacheManager
 from max.pipelines.lib.interfaces.pipeline_model import ModelOutputs
 
 from builder.compile import Compiled
-from builder.sampling import Sampler
-
-Logits = npt.NDArray[np.float32]
+from builder.sampling import Logits, Sampler
 
 
 @dataclass(eq=False)
@@ -49,13 +47,17 @@ class Request:
     """The continuation so far."""
 
     finish: str | None = None
-    """``stop``, ``length`` or ``interrupted``; ``None`` while it goes on."""
+    """``stop``, ``length``, ``interrupted`` or ``error``; ``None`` while it goes on."""
 
     started: float | None = None
     """When its first step began, by ``time.perf_counter``."""
 
     token_times: list[float] = field(default_factory=list)
     """When each token of ``ids`` was there, by ``time.perf_counter``."""
+
+
+Running = tuple[Request, TextContext]
+"""A request under way, and MAX's context of it."""
 
 
 @dataclass
@@ -83,15 +85,14 @@ class Runner:
         self.plan = compiled.registration.plan
         self.model = compiled.model
         self.times = StepTimes()
-        batch = self.plan.deployment.batch
-        self.max_batch_size = batch.max_batch_size
-        self.max_batch_input_tokens = batch.max_batch_input_tokens
-        self.page_size = self.plan.deployment.kv.page_size
+        self._batch = self.plan.deployment.batch
+        self._step_tokens = self._batch.max_batch_input_tokens
+        self._page_size = self.plan.deployment.kv.page_size
         self._kv = PagedKVCacheManager(
             params=self.model.kv_params,
             session=compiled.session,
             total_num_pages=self.plan.num_pages,
-            max_batch_size=batch.max_batch_size,
+            max_batch_size=self._batch.max_batch_size,
         )
 
     def run(
@@ -109,54 +110,84 @@ class Runner:
                 ``interrupted`` with the tokens it has.
         """
         waiting = deque(requests)
-        running: list[tuple[Request, TextContext]] = []
+        ended = "interrupted"
+        replicas: list[list[Running]] = [[] for _ in range(self.plan.num_replicas)]
         try:
-            while (waiting or running) and not should_stop():
-                self._admit(waiting, running)
-                self._step(running, on_token)
-                for pair in [pair for pair in running if pair[0].finish is not None]:
-                    running.remove(pair)
-                    self._kv.release(pair[1])
+            while (waiting or any(replicas)) and not should_stop():
+                self._admit(waiting, replicas)
+                self._step(replicas, on_token)
+                for running in replicas:
+                    for pair in [pair for pair in running if pair[0].finish is not None]:
+                        running.remove(pair)
+                        self._kv.release(pair[1])
+        except Exception:
+            ended = "error"
+            raise
         finally:
-            for request, context in running:
-                request.finish = "interrupted"
+            for request, context in chain.from_iterable(replicas):
+                request.finish = request.finish or ended
                 self._kv.release(context)
             for request in waiting:
-                request.finish = "interrupted"
+                request.finish = ended
+
+    def limit_step(self, tokens: int) -> None:
+        """Makes steps smaller than the deployment allows, never larger.
+
+        Args:
+            tokens: Tokens of one step of a replica.
+        """
+        least = self._batch.max_batch_size
+        self._step_tokens = min(max(tokens, least), self._batch.max_batch_input_tokens)
+
+    def free_pages(self) -> int:
+        """Pages that no sequence holds, over all replicas."""
+        return sum(self._kv.block_count(i).free for i in range(self.plan.num_replicas))
 
     def _pages(self, request: Request) -> int:
-        return -(-(len(request.prompt_ids) + request.max_new_tokens) // self.page_size)
+        return -(-(len(request.prompt_ids) + request.max_new_tokens) // self._page_size)
 
-    def _admit(self, waiting: deque[Request], running: list[tuple[Request, TextContext]]) -> None:
-        free = self.plan.num_pages - sum(self._pages(request) for request, _ in running)
-        while waiting and len(running) < self.max_batch_size:
+    def _admit(self, waiting: deque[Request], replicas: Sequence[list[Running]]) -> None:
+        """Starts what fits, in order, each on the replica with the most pages left."""
+        free = [
+            self.plan.num_pages - sum(self._pages(request) for request, _ in running)
+            for running in replicas
+        ]
+        while waiting:
             request = waiting[0]
             # All pages it may need are set aside, so nothing running is ever put back.
-            if self._pages(request) > free:
-                assert running, "resolve and the tasks refuse what fits no empty cache"
+            able = [
+                index
+                for index, running in enumerate(replicas)
+                if len(running) < self._batch.max_batch_size and self._pages(request) <= free[index]
+            ]
+            if not able:
+                assert any(replicas), "resolve and the tasks refuse what fits no empty cache"
                 return
-            free -= self._pages(request)
+            # Of equal replicas, the one with the fewest sequences.
+            chosen = max(able, key=lambda index: (free[index], -len(replicas[index])))
+            free[chosen] -= self._pages(request)
             context = TextContext(
                 max_length=self.plan.max_length,
                 tokens=TokenBuffer(np.array(request.prompt_ids, np.int64)),
             )
-            self._kv.claim(context)
-            running.append((waiting.popleft(), context))
+            self._kv.claim(context, chosen)
+            replicas[chosen].append((waiting.popleft(), context))
 
     def _step(
         self,
-        running: Sequence[tuple[Request, TextContext]],
+        replicas: Sequence[Sequence[Running]],
         on_token: Callable[[Request, int], None],
     ) -> None:
         began = time.perf_counter()
-        batch = self._schedule(running)
+        batches = [self._schedule(running) for running in replicas]
+        batch = list(chain.from_iterable(batches))
         for request, context in batch:
             if request.started is None:
                 request.started = began
             self._kv.alloc(context)
-        contexts = [context for _, context in batch]
+        contexts = [[context for _, context in chosen] for chosen in batches]
         inputs = self.model.prepare_initial_token_inputs(
-            [contexts], kv_cache_inputs=self._kv.runtime_inputs([contexts])
+            contexts, kv_cache_inputs=self._kv.runtime_inputs(contexts)
         )
         before = time.perf_counter()
         outputs = self.model.execute(inputs)
@@ -173,14 +204,10 @@ class Runner:
         self.times.steps += 1
         self.times.total += time.perf_counter() - began
 
-    def _schedule(
-        self, running: Sequence[tuple[Request, TextContext]]
-    ) -> list[tuple[Request, TextContext]]:
-        """Chooses a step's sequences, and chunks of prompts that exceed the token budget."""
-        budget = self.max_batch_input_tokens
-        decoding = [pair for pair in running if pair[0].ids]
-        batch = list(decoding)
-        budget -= len(decoding)
+    def _schedule(self, running: Sequence[Running]) -> list[Running]:
+        """Chooses a replica's step: what decodes, then prompts, the last in a chunk."""
+        batch = [pair for pair in running if pair[0].ids]
+        budget = self._step_tokens - len(batch)
         for request, context in running:
             if request.ids or budget == 0:
                 continue
@@ -210,9 +237,7 @@ class Runner:
             request.finish = "length"
         on_token(request, token)
 
-    def _deliver_logits(
-        self, batch: Sequence[tuple[Request, TextContext]], outputs: ModelOutputs
-    ) -> None:
+    def _deliver_logits(self, batch: Sequence[Running], outputs: ModelOutputs) -> None:
         if all(request.on_logits is None for request, _ in batch):
             return
         assert isinstance(outputs.logit_offsets, Buffer)

@@ -18,7 +18,12 @@ def check_sampling(sampling: SamplingConfig) -> None:
         ConfigError: If one is out of range.
     """
     for key, value, valid, wanted in (
-        ("temperature", sampling.temperature, sampling.temperature >= 0, "0 (greedy) or more"),
+        (
+            "temperature",
+            sampling.temperature,
+            sampling.temperature == 0 or 1e-3 <= sampling.temperature <= 1e3,
+            "0 (greedy) or from 0.001 to 1000",
+        ),
         ("top_k", sampling.top_k, sampling.top_k >= 0, "0 (all) or more"),
         ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0, at most 1 (all)"),
         ("min_p", sampling.min_p, 0 <= sampling.min_p <= 1, "from 0 (all) to 1"),
@@ -26,6 +31,18 @@ def check_sampling(sampling: SamplingConfig) -> None:
     ):
         if not valid:
             raise ConfigError(f"task.sampling.{key}: {value} is not {wanted}")
+    if sampling.temperature > 0:
+        return
+    for key, value, unset in (
+        ("top_k", sampling.top_k, 0),
+        ("top_p", sampling.top_p, 1),
+        ("min_p", sampling.min_p, 0),
+    ):
+        if value != unset:
+            raise ConfigError(
+                f"task.sampling.{key}: {value} has no effect at temperature 0, which is greedy\n"
+                "  what works: task.sampling.temperature=1"
+            )
 
 
 class Sampler:

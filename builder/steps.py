@@ -15,13 +15,17 @@ from builder.interrupt import Interrupts
 from builder.job import JobFolder
 from builder.report import contract_json, plan_json
 from builder.resolve import Plan, resolve
-from builder.schema import Config
+from builder.schema import Config, Logits
 from builder.sources import fetch
 from models.checkpoints import open_checkpoint
 
 if TYPE_CHECKING:
     # Importing what compiles costs two seconds that planning does without.
     from builder.compile import Compiled
+
+
+class FailedJob(Exception):  # noqa: N818 - the job failed, not the program
+    """The task ran to its end, and its answer is no."""
 
 
 @dataclass
@@ -55,13 +59,17 @@ class Job:
             if doing is not None:
                 print(doing, file=sys.stderr, flush=True)
             yield
-        self.seconds[name] = time.perf_counter() - began
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
-    def plan(self) -> Plan:
-        """Steps 1 and 2: fetches what is missing, resolves, and writes plan and contract."""
+    def plan(self, needed_logits: Logits = Logits.last_token) -> Plan:
+        """Steps 1 and 2: fetches what is missing, resolves, and writes plan and contract.
+
+        Args:
+            needed_logits: What the graph returns where the deployment does not say.
+        """
         with self.step("resolve"):
             checkpoint = open_checkpoint(fetch(self.config.model))
-            plan = resolve(self.config.model, self.config.deployment, checkpoint)
+            plan = resolve(self.config.model, self.config.deployment, checkpoint, needed_logits)
         self.folder.write_json("plan.json", plan_json(plan))
         self.folder.write_json("contract.json", contract_json(plan))
         return plan
@@ -71,13 +79,9 @@ class Job:
         name = f"{plan.model.name} for {plan.deployment.name}"
         with self.interrupts.uninterruptible():
             with self.step("build", f"building {name}"):
-                from max.driver import CPU
-                from max.engine import InferenceSession
-
                 from builder.build import build
-                from builder.compile import compile_registration
+                from builder.compile import compile_registration, process_session
 
                 registration = build(plan)
-                session = InferenceSession(devices=[CPU()])
             with self.step("compile", f"compiling {name} (a minute or two the first time)"):
-                return compile_registration(registration, session)
+                return compile_registration(registration, process_session())

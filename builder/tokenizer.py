@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from jinja2 import nodes
 from jinja2.exceptions import TemplateError
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
 
-from models.checkpoints import Checkpoint, GGUFCheckpoint
+from models.checkpoints import Checkpoint, GGUFCheckpoint, read_json_object
 from models.errors import ConfigError
 
 _CONTROL_TOKEN, _USER_TOKEN = 3, 4
@@ -83,17 +86,22 @@ class TextTokenizer:
         """
         assert self.chat_template is not None
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
         )
         environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         environment.filters["tojson"] = lambda value, **options: json.dumps(
             value, ensure_ascii=False, **options
         )
         try:
             text = environment.from_string(self.chat_template).render(
-                messages=messages, add_generation_prompt=True, **self.template_variables
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **self.template_variables,
             )
-        except TemplateError as error:
+        except Exception as error:
             raise ConfigError(f"task.chat: the chat template fails: {error}") from error
         return list(self.backend.encode(text, add_special_tokens=False).ids)
 
@@ -116,6 +124,16 @@ class TextStream:
     def push(self, token: int) -> str:
         """The text that one more id completes."""
         return self._stream.step(self._backend, token) or ""
+
+
+class _GenerationTag(Extension):
+    """``{% generation %}``, which marks the assistant's words for training, as its contents."""
+
+    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _refuse(message: str) -> None:
@@ -150,9 +168,15 @@ def stop_ids(checkpoint: Checkpoint) -> frozenset[int]:
         wanted = [wanted, turn_end]
     generation = checkpoint.path / "generation_config.json"
     if generation.is_file():
-        wanted = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id", wanted)
-    ids = wanted if isinstance(wanted, list) else [wanted]
-    return frozenset(int(token) for token in ids if token is not None)
+        wanted = read_json_object(generation).get("eos_token_id", wanted)
+    ids = [
+        token for token in (wanted if isinstance(wanted, list) else [wanted]) if token is not None
+    ]
+    if not all(type(token) is int for token in ids):
+        raise ConfigError(
+            f"model.source: {checkpoint.path}: eos_token_id is {wanted!r}, no token id"
+        )
+    return frozenset(ids)
 
 
 def _from_folder(folder: Path, checkpoint: Checkpoint) -> TextTokenizer | None:
@@ -161,19 +185,31 @@ def _from_folder(folder: Path, checkpoint: Checkpoint) -> TextTokenizer | None:
         return None
     settings: dict[str, Any] = {}
     if (folder / "tokenizer_config.json").is_file():
-        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        settings = read_json_object(folder / "tokenizer_config.json")
     template = settings.get("chat_template")
     if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
+        # Several templates by name; the one for plain chats is "default".
+        named = [entry for entry in template if isinstance(entry, dict)]
+        template = next((e.get("template") for e in named if e.get("name") == "default"), None)
     if (folder / "chat_template.jinja").is_file():
         template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     variables = {
-        key: value["content"] if isinstance(value, dict) else value
+        key: value.get("content") if isinstance(value, dict) else value
         for key, value in settings.items()
         if key.endswith("_token") and isinstance(value, str | dict)
     }
-    return TextTokenizer(Backend.from_file(str(file)), stop_ids(checkpoint), template, variables)
+    return TextTokenizer(_backend(file), stop_ids(checkpoint), template, variables)
+
+
+def _backend(file: Path) -> Backend:
+    try:
+        backend = Backend.from_file(str(file))
+    except Exception as error:
+        raise ConfigError(f"{file} is no tokenizer: {error}") from error
+    # Training settings that some files keep; a prompt is neither cut nor filled up.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
 
 
 def _from_gguf(checkpoint: GGUFCheckpoint) -> TextTokenizer:
@@ -214,7 +250,10 @@ def _from_gguf(checkpoint: GGUFCheckpoint) -> TextTokenizer:
         for name in ("bos", "eos")
         if (index := metadata.get(f"tokenizer.ggml.{name}_token_id")) is not None
     }
-    adds_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", False))
+    # llama.cpp adds it for this pre-tokenizer unless the file says otherwise.
+    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe")
+    if adds_bos and "bos_token" not in named:
+        raise ConfigError(f"model.source: {checkpoint.path} adds a bos token and names none")
     return TextTokenizer(
         backend,
         stop_ids(checkpoint),

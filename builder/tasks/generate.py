@@ -10,7 +10,7 @@ from rich.table import Table
 
 from builder.interrupt import InterruptedJob
 from builder.prompts import Prompt, gather, tokenize
-from builder.report import human_bytes
+from builder.report import contract_line, human_bytes
 from builder.resolve import Plan
 from builder.sampling import Sampler, check_sampling
 from builder.schema import GenerateTask
@@ -21,6 +21,10 @@ from models.errors import ConfigError
 if TYPE_CHECKING:
     from builder.compile import Compiled
     from builder.run import Request, Runner
+
+
+DEFAULT_PROMPT = "Explain what a KV cache is in two sentences."
+"""What is asked where the user asks nothing."""
 
 
 def run(job: Job) -> None:
@@ -38,10 +42,10 @@ def run(job: Job) -> None:
     plan = job.plan()
     tokenizer = load_tokenizer(plan.checkpoint, plan.model.tokenizer)
     prompts = _prompts(task, plan, tokenizer)
+    stops = frozenset[int]() if task.ignore_eos else stop_ids(plan.checkpoint)
     compiled = job.compile(plan)
     from builder.run import Request, Runner
 
-    stops = frozenset[int]() if task.ignore_eos else stop_ids(plan.checkpoint)
     requests = [
         Request(
             prompt.ids,
@@ -52,17 +56,20 @@ def run(job: Job) -> None:
         for index, prompt in enumerate(prompts)
     ]
     runner = Runner(compiled)
-    with job.step("run"):
-        runner.run(
-            requests,
-            on_token=_printer(requests, tokenizer),
-            should_stop=lambda: job.interrupts.requested,
-        )
-    generations = [
-        _generation(prompt, request, tokenizer)
-        for prompt, request in zip(prompts, requests, strict=True)
-    ]
-    job.folder.write_lines("generations.jsonl", generations)
+    try:
+        with job.step("run"):
+            runner.run(
+                requests,
+                on_token=_printer(requests, tokenizer),
+                should_stop=lambda: job.interrupts.requested,
+            )
+    finally:
+        # Also where a step failed: what was generated before it is kept.
+        generations = [
+            _generation(prompt, request, tokenizer)
+            for prompt, request in zip(prompts, requests, strict=True)
+        ]
+        job.folder.write_lines("generations.jsonl", generations)
     metrics = _metrics(job, compiled, runner, requests)
     job.folder.write_json("metrics.json", metrics)
     _print_summary(job, plan, compiled, metrics)
@@ -71,10 +78,15 @@ def run(job: Job) -> None:
 
 
 def _prompts(task: GenerateTask, plan: Plan, tokenizer: TextTokenizer | None) -> list[Prompt]:
-    entries = gather("task.prompts", task.prompts, task.prompts_file)
+    given = task.prompts
+    if given is None:
+        given = [] if task.prompts_file else [DEFAULT_PROMPT]
+    entries = gather("task.prompts", given, task.prompts_file)
     has_template = tokenizer is not None and tokenizer.chat_template is not None
     if task.chat and not has_template:
         raise ConfigError("task.chat: the checkpoint has no chat template; set task.chat=false")
+    if task.chat and any(isinstance(entry, list) for _, entry in entries):
+        raise ConfigError("task.chat: token ids are put into no chat template; give texts")
     chat = has_template if task.chat is None else task.chat
 
     def encode(text: str) -> list[int]:
@@ -155,20 +167,17 @@ def _metrics(
 
 
 def _print_summary(job: Job, plan: Plan, compiled: Compiled, metrics: dict[str, Any]) -> None:
-    present = [field.name for field in plan.contract.fields if field.present]
     table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     table.add_row("deployment", f"{plan.model.name} on {plan.deployment.name}")
-    table.add_row(
-        "contract",
-        f"{', '.join(present)}: {len(present)} of {len(plan.contract.fields)} fields, "
-        f"{len(plan.contract.leaves)} inputs",
-    )
+    for number, stage in enumerate(plan.stages):
+        name = "contract" if len(plan.stages) == 1 else f"contract {number}"
+        table.add_row(name, contract_line(stage))
     table.add_row(
         "memory",
-        f"{human_bytes(sum(device.weights for device in plan.memory))} of weights, "
-        f"{human_bytes(sum(device.kv_pages for device in plan.memory))} of KV pages",
+        f"{human_bytes(plan.weights.total)} of weights, "
+        f"{human_bytes(sum(share.kv_pages for share in plan.devices))} of KV pages",
     )
     table.add_row("compile cache", "hit" if compiled.cache_hit else "miss")
     table.add_row("steps", ", ".join(f"{name} {took:.2f} s" for name, took in job.seconds.items()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -31,12 +32,12 @@ def run(job: Job) -> None:
     task = job.config.task
     assert isinstance(task, ScoreTask)
     wanted = job.config.deployment.return_logits
-    if wanted is not LogitsChoice.all:
+    if wanted not in (None, LogitsChoice.all):
         raise ConfigError(
             f"deployment.return_logits: {wanted.value}, but scoring reads every token's logits\n"
             "  what works: deployment.return_logits=all"
         )
-    plan = job.plan()
+    plan = job.plan(needed_logits=LogitsChoice.all)
     tokenizer = load_tokenizer(plan.checkpoint, plan.model.tokenizer)
     texts = tokenize(
         gather("task.texts", task.texts, task.texts_file),
@@ -96,8 +97,15 @@ def _score(given: str | list[int], collector: TokenScores) -> dict[str, Any]:
         "logprobs": collector.logprobs,
         "logprob": total,
         "num_scored": scored,
-        "perplexity": math.exp(-total / scored) if scored else None,
+        "perplexity": _perplexity(total, scored),
     }
+
+
+def _perplexity(total: float, scored: int) -> float | None:
+    # No perplexity of nothing, nor one too large for a float.
+    if not scored or -total / scored > math.log(sys.float_info.max):
+        return None
+    return math.exp(-total / scored)
 
 
 def _print(job: Job, scores: list[dict[str, Any]]) -> None:

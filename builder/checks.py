@@ -1,0 +1,235 @@
+"""Checks of one setting against another, each with its arithmetic and what would work."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from builder.memory import DeviceShare
+from builder.schema import DeploymentConfig, DeviceKind, Encoding, ModelConfig
+from models.checkpoints import Checkpoint
+from models.errors import ConfigError
+from models.layers.vocabulary import TOKEN_EMBEDDING
+from models.settings import ModelSettings
+from models.weights import DeclaredWeight, expected_shapes
+
+PAGE_SIZES = (1, 8, 16, 64, 128, 256)
+"""The KV page sizes that MAX 26.7's CPU attention kernel was measured with."""
+
+MIN_SLIDING_WINDOW = 128
+"""The smallest window that MAX 26.7's CPU attention kernel compiles with."""
+
+
+def check_encoding(model: ModelConfig, deployment: DeploymentConfig) -> None:
+    """The devices compute the encoding."""
+    if deployment.devices.kind is DeviceKind.cpu and model.encoding is not Encoding.float32:
+        raise ConfigError(
+            f"model.encoding: {model.encoding.value} is not computed on the CPU, where MAX's "
+            "kernels are slower in it than in float32\n  what works: model.encoding=float32 "
+            "(a checkpoint in another encoding is converted on load)"
+        )
+
+
+def check_devices(deployment: DeploymentConfig) -> None:
+    """The parallel degrees make as many devices as there are."""
+    devices, parallel = deployment.devices, deployment.parallel
+    if devices.kind is not DeviceKind.cpu:
+        raise ConfigError(
+            f"deployment.devices.kind: {devices.kind.value} devices are not supported yet\n"
+            "  what works: deployment.devices.kind=cpu"
+        )
+    degrees = {
+        "tensor": parallel.tensor,
+        "data": parallel.data,
+        "expert": parallel.expert,
+        "pipeline": parallel.pipeline,
+    }
+    for name, degree in degrees.items():
+        if degree < 1:
+            raise ConfigError(f"deployment.parallel.{name}: {degree} is less than 1")
+    if parallel.expert > 1:
+        raise ConfigError(
+            "deployment.parallel.expert: expert parallelism is not supported yet\n"
+            "  what works: deployment.parallel.expert=1"
+        )
+    if parallel.data > 1 and parallel.tensor > 1:
+        raise ConfigError(
+            f"deployment.parallel.data: {parallel.data} replicas over {parallel.data} x "
+            f"tensor={parallel.tensor} devices: each device of a stage needs a replica of its "
+            "own\n  what works: data=1, or tensor=1"
+        )
+    needed = parallel.tensor * parallel.data * parallel.pipeline
+    if devices.count != needed:
+        raise ConfigError(
+            f"deployment.devices.count: {devices.count}, but tensor={parallel.tensor} x "
+            f"data={parallel.data} x pipeline={parallel.pipeline} = {needed}\n"
+            f"  what works: deployment.devices.count={needed}"
+        )
+
+
+def check_features(deployment: DeploymentConfig) -> None:
+    """What is asked for exists."""
+    for key, asked in (("lora", bool(deployment.lora)), ("vision", deployment.vision)):
+        if asked:
+            raise ConfigError(f"deployment.{key}: not supported yet; leave it unset")
+    for name in deployment.constants:
+        if name != TOKEN_EMBEDDING:
+            raise ConfigError(
+                f"deployment.constants: {name!r} is no weight that can be an input\n"
+                f"  what works: {TOKEN_EMBEDDING}"
+            )
+
+
+def check_division(deployment: DeploymentConfig, settings: ModelSettings) -> None:
+    """Heads and columns divide over the devices that share a layer."""
+    tensor = deployment.parallel.tensor
+    works = [
+        degree
+        for degree in range(1, settings.num_heads + 1)
+        if settings.num_heads % degree == 0
+        and (settings.num_kv_heads % degree == 0 or degree % settings.num_kv_heads == 0)
+        and settings.intermediate_size % degree == 0
+    ]
+    hint = f"\n  what works: deployment.parallel.tensor={' or '.join(map(str, works))}"
+    if settings.num_heads % tensor:
+        raise ConfigError(
+            f"deployment.parallel.tensor: {settings.num_heads} heads do not divide over "
+            f"tensor={tensor}{hint}"
+        )
+    if settings.num_kv_heads % tensor and tensor % settings.num_kv_heads:
+        raise ConfigError(
+            f"deployment.parallel.tensor: {settings.num_kv_heads} key-value heads neither divide "
+            f"over tensor={tensor} nor repeat evenly over it{hint}"
+        )
+    if settings.intermediate_size % tensor:
+        raise ConfigError(
+            f"deployment.parallel.tensor: the feed-forward's {settings.intermediate_size} columns "
+            f"do not divide over tensor={tensor}{hint}"
+        )
+
+
+def check_stage_layers(
+    deployment: DeploymentConfig, settings: ModelSettings, counts: Sequence[int]
+) -> None:
+    """The stages' layers are the model's, and no stage is empty."""
+    pipeline = deployment.parallel.pipeline
+    if pipeline > settings.num_layers:
+        raise ConfigError(
+            f"deployment.parallel.pipeline: {pipeline} stages for {settings.num_layers} layers; "
+            f"each stage needs one\n  what works: at most {settings.num_layers}"
+        )
+    if len(counts) != pipeline:
+        raise ConfigError(
+            f"deployment.parallel.stage_layers: {len(counts)} entries for pipeline={pipeline}"
+        )
+    if min(counts) < 1 or sum(counts) != settings.num_layers:
+        raise ConfigError(
+            f"deployment.parallel.stage_layers: {' + '.join(map(str, counts))} = {sum(counts)}, "
+            f"but the model has {settings.num_layers} layers and each stage needs one"
+        )
+
+
+def check_max_length(asked: int, longest: int) -> None:
+    """The longest sequence is one that the model is made for."""
+    if not 1 < asked <= longest:
+        raise ConfigError(
+            f"deployment.max_length: {asked} is not between 2 and the model's "
+            f"max_position_embeddings, {longest}"
+        )
+
+
+def check_windows(settings: ModelSettings, max_length: int) -> None:
+    """The attention kernel takes each layer's sliding window."""
+    for layer, window in enumerate(settings.windows):
+        if window is not None and window < min(MIN_SLIDING_WINDOW, max_length):
+            raise ConfigError(
+                f"model.source: layer {layer} has a sliding window of {window} tokens; MAX's CPU "
+                f"kernel takes {MIN_SLIDING_WINDOW} and more\n  what works: "
+                f"deployment.max_length={window}, within which the window has no effect"
+            )
+
+
+def check_batch(deployment: DeploymentConfig) -> None:
+    """A step can hold a token of each sequence."""
+    batch = deployment.batch
+    if batch.max_batch_size < 1:
+        raise ConfigError(f"deployment.batch.max_batch_size: {batch.max_batch_size} is less than 1")
+    if batch.max_batch_input_tokens < batch.max_batch_size:
+        raise ConfigError(
+            f"deployment.batch.max_batch_input_tokens: {batch.max_batch_input_tokens} tokens "
+            f"cannot hold one token of each of {batch.max_batch_size} sequences"
+            "\n  what works: at least deployment.batch.max_batch_size"
+        )
+
+
+def check_page_size(deployment: DeploymentConfig) -> None:
+    """The page size is one that the kernels take."""
+    page_size = deployment.kv.page_size
+    if page_size not in PAGE_SIZES:
+        raise ConfigError(
+            f"deployment.kv.page_size: {page_size} is not a size that MAX's CPU kernels are known "
+            f"to take\n  what works: {', '.join(map(str, PAGE_SIZES))}"
+        )
+
+
+def check_num_pages(
+    deployment: DeploymentConfig, asked: int, per_sequence: int, max_length: int
+) -> None:
+    """One sequence of the longest length fits."""
+    page_size = deployment.kv.page_size
+    if asked < 1:
+        raise ConfigError(f"deployment.kv.num_pages: {asked} is less than 1")
+    if asked < per_sequence:
+        raise ConfigError(
+            f"deployment.kv.num_pages: {asked} pages of {page_size} tokens hold "
+            f"{asked * page_size}; one sequence of max_length {max_length} needs {per_sequence}"
+            f"\n  what works: deployment.kv.num_pages={per_sequence}, or "
+            f"deployment.max_length={max(asked * page_size, 2)}"
+        )
+
+
+def check_memory(devices: Sequence[DeviceShare]) -> None:
+    """What the simulated devices hold fits the host."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed = sum(device.total for device in devices)
+    if needed <= total:
+        return
+    weights = sum(device.weights + device.constants for device in devices)
+    pages = sum(device.kv_pages for device in devices)
+    raise ConfigError(
+        f"deployment: needs {needed / 2**30:.1f} GiB, this machine has {total / 2**30:.1f}\n"
+        f"  weights {weights / 2**30:.1f} GiB + KV pages {pages / 2**30:.1f} GiB "
+        f"over {len(devices)} devices\n"
+        "  what works: fewer pages, with deployment.kv.num_pages, batch.max_batch_size "
+        "or max_length"
+    )
+
+
+def check_checkpoint(checkpoint: Checkpoint, weights: Sequence[DeclaredWeight]) -> None:
+    """The checkpoint has every tensor that is read, in its shape, and no other.
+
+    Raises:
+        ConfigError: If a tensor is missing, has another shape, or is read by no layer (the
+            model would compute something else than it was trained to).
+    """
+    tensors, family = checkpoint.tensors, checkpoint.settings.family
+    expected = expected_shapes(weights)
+    for name, shape in expected.items():
+        if name not in tensors:
+            raise ConfigError(
+                f"model.source: {checkpoint.path} has no tensor {name}, which {family} reads"
+            )
+        if tensors[name].shape != shape:
+            raise ConfigError(
+                f"model.source: {checkpoint.path}: {name} is {list(tensors[name].shape)}; "
+                f"the settings need {list(shape)}"
+            )
+    unread = sorted(set(tensors) - set(expected))
+    if checkpoint.settings.tie_word_embeddings:
+        # Some exporters save the tied table twice.
+        unread = [name for name in unread if name != "lm_head.weight"]
+    if unread:
+        raise ConfigError(
+            f"model.source: {checkpoint.path} has {len(unread)} tensors that "
+            f"{family} does not read, the first {unread[0]}"
+        )

@@ -1,0 +1,187 @@
+"""What each device of a plan holds: layers, heads, rows, and bytes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from max.nn.kv_cache import KVCacheParams
+
+from models.checkpoints import TensorInfo
+from models.config import DecoderConfig
+from models.contract import Contract
+from models.weights import DeclaredWeight, FromCheckpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceShare:
+    """One device's share of the model, and its memory in bytes."""
+
+    device: int
+    """Its number among all devices of the deployment."""
+
+    stage: int
+    """Its pipeline stage."""
+
+    replica: int
+    """The replica of the stage that it serves."""
+
+    rank: int
+    """Its position among the devices that share the replica's weights."""
+
+    layers: range
+    """The layers it computes."""
+
+    heads: range
+    """Its query heads."""
+
+    kv_heads: range
+    """Its key-value heads."""
+
+    inner_columns: range
+    """Its columns of the feed-forward."""
+
+    vocabulary: range
+    """Its rows of the embedding table or output projection; empty where it has neither."""
+
+    weights: int
+    """Weights and tables, as they are computed with."""
+
+    constants: int
+    """Weights taken as inputs."""
+
+    kv_pages: int
+    """The paged KV cache, the null page included."""
+
+    signals: int
+    """Signal buffers."""
+
+    @property
+    def total(self) -> int:
+        """The sum of the bytes."""
+        return self.weights + self.constants + self.kv_pages + self.signals
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightItems:
+    """Where the bytes of all devices' weights come from."""
+
+    checkpoint: int
+    """Every tensor that is read, once, in the computed dtype."""
+
+    replicated: Mapping[str, int]
+    """What further copies take, by tensor; the layer's number is left out."""
+
+    computed: Mapping[str, int]
+    """Tables that are no tensor of the checkpoint, by name."""
+
+    @property
+    def total(self) -> int:
+        """The sum, which is the sum over devices."""
+        return self.checkpoint + sum(self.replicated.values()) + sum(self.computed.values())
+
+
+def device_shares(
+    stages: Sequence[
+        tuple[DecoderConfig, Contract, Iterable[DeclaredWeight], Iterable[DeclaredWeight]]
+    ],
+    num_pages: int,
+) -> tuple[DeviceShare, ...]:
+    """Every device's share.
+
+    Args:
+        stages: Each stage's configuration, contract, weights and constants.
+        num_pages: KV pages per replica.
+    """
+    shares: list[DeviceShare] = []
+    for config, contract, weights, constants in stages:
+        placement, settings = config.placement, config.settings
+        held = _bytes_by_holder(weights)
+        inputs = _bytes_by_holder(constants)
+        tables = placement.is_first or placement.is_last
+        signals = next(field for field in contract.fields if field.name == "signals")
+        for holder in range(len(placement.devices)):
+            shares.append(
+                DeviceShare(
+                    device=len(shares),
+                    stage=placement.stage,
+                    replica=placement.replica(holder),
+                    rank=placement.rank(holder),
+                    layers=placement.layers,
+                    heads=placement.heads(settings, holder),
+                    kv_heads=placement.kv_heads(settings, holder),
+                    inner_columns=placement.inner_columns(settings, holder),
+                    vocabulary=placement.vocabulary(settings, holder) if tables else range(0),
+                    weights=held[holder],
+                    constants=inputs[holder],
+                    kv_pages=(num_pages + 1) * page_bytes(config),
+                    signals=sum(
+                        int(str(leaf.type.shape[0])) for leaf in signals.leaves[holder : holder + 1]
+                    ),
+                )
+            )
+    return tuple(shares)
+
+
+def page_bytes(config: DecoderConfig) -> int:
+    """The bytes of one KV page on one device of a stage."""
+    params = config.kv_params
+    assert isinstance(params, KVCacheParams)
+    return math.prod(params.shape_per_block) * params.dtype.size_in_bytes
+
+
+def kv_bytes_per_token(configs: Iterable[DecoderConfig]) -> int:
+    """The bytes of one token in the KV cache of one replica, over all its devices and stages."""
+    total = 0
+    for config in configs:
+        assert isinstance(config.kv_params, KVCacheParams)
+        total += config.placement.tensor * page_bytes(config) // config.kv_params.page_size
+    return total
+
+
+def weight_items(
+    weights: Iterable[DeclaredWeight], tensors: Mapping[str, TensorInfo]
+) -> WeightItems:
+    """Itemises the bytes of weights against the checkpoint they are read from.
+
+    Args:
+        weights: Every weight and constant of every device.
+        tensors: The checkpoint's tensors.
+    """
+    held: Counter[str] = Counter()
+    computed: Counter[str] = Counter()
+    for weight in weights:
+        if not isinstance(weight.source, FromCheckpoint):
+            computed[_kind(weight.name)] += num_bytes(weight)
+            continue
+        for piece in weight.source.pieces:
+            shape = piece.shape(tensors[piece.tensor].shape)
+            held[piece.tensor] += math.prod(shape) * weight.dtype.size_in_bytes
+    once = {name: math.prod(tensors[name].shape) * 4 for name in held}
+    replicated: Counter[str] = Counter()
+    for name, total in held.items():
+        replicated[_kind(name)] += total - once[name]
+    return WeightItems(
+        checkpoint=sum(once.values()),
+        replicated={kind: extra for kind, extra in sorted(replicated.items()) if extra},
+        computed=dict(sorted(computed.items())),
+    )
+
+
+def num_bytes(weight: DeclaredWeight) -> int:
+    """The bytes of a weight as it is computed with."""
+    return math.prod(weight.sizes) * weight.dtype.size_in_bytes
+
+
+def _bytes_by_holder(weights: Iterable[DeclaredWeight]) -> Counter[int]:
+    held: Counter[int] = Counter()
+    for weight in weights:
+        held[weight.holder] += num_bytes(weight)
+    return held
+
+
+def _kind(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", name)
