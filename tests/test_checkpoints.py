@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import gguf
@@ -161,7 +162,7 @@ def test_tensor_that_nothing_reads_is_named(tiny: Path) -> None:
 def test_wrong_shape_shows_both(tiny: Path) -> None:
     set_config(tiny, intermediate_size=80)
     message = refusal(tiny)
-    assert "layers.0.mlp.gate_proj.weight is [96, 64]" in message or "[160, 64]" in message
+    assert "layers.0.mlp.gate_proj.weight is [96, 64]; the settings need [80, 64]" in message
 
 
 def test_unsupported_architecture_lists_the_supported(tiny: Path) -> None:
@@ -227,4 +228,48 @@ def test_package_that_pip_cannot_fetch_is_refused(
 def test_default_plan_is_pure() -> None:
     config = compose([])
     checkpoint = open_checkpoint(fetch(config.model))
-    assert resolve(config.model, config.deployment, checkpoint).contract.leaves
+    assert resolve(config.model, config.deployment, checkpoint).stages[0].contract.leaves
+
+
+@pytest.mark.parametrize(
+    ("entry", "wanted"),
+    [
+        ({"dtype": "F32", "shape": [2]}, "no valid entry of norm.weight"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}, "no valid entry"),
+        ({"dtype": "F32", "shape": [], "data_offsets": [0, 4]}, "no valid entry"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}, "needs 8"),
+        ({"dtype": "I8", "shape": [2], "data_offsets": [0, 2]}, "is stored as I8"),
+        (7, "no valid entry"),
+    ],
+)
+def test_damaged_safetensors_header_is_refused(tiny: Path, entry: object, wanted: str) -> None:
+    header = json.dumps({"norm.weight": entry}).encode()
+    (tiny / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"0" * 8)
+    assert wanted in refusal(tiny)
+
+
+@pytest.mark.parametrize("layout", ["rope_parameters", "rope_scaling"])
+def test_either_layout_of_rotary_settings_builds(tiny: Path, layout: str) -> None:
+    from builder.build import build
+
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 128}
+    config = json.loads((tiny / "config.json").read_text())
+    del config["rope_parameters"]
+    theta = {"rope_theta": 500000.0}
+    config |= {layout: llama3 | theta} if layout == "rope_parameters" else {layout: llama3, **theta}
+    (tiny / "config.json").write_text(json.dumps(config))
+    plan = plan_for("model=local", f"model.source={tiny}")
+    assert plan.settings.rope.theta == 500000.0
+    assert build(plan).pipeline_config.model.huggingface_config.hidden_size == 64
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json"])
+def test_broken_json_beside_the_weights_is_named(tiny: Path, name: str) -> None:
+    from builder.tokenizer import load_tokenizer, stop_ids
+
+    (tiny / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab": {}, "merges": []}}')
+    (tiny / name).write_text("{")
+    checkpoint = open_checkpoint(tiny)
+    read = stop_ids if name.startswith("generation") else partial(load_tokenizer, override=None)
+    with pytest.raises(ConfigError, match=f"{name} is not JSON"):
+        read(checkpoint)

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from conftest import REFERENCE
+
+from builder.compose import compose
+from builder.sources import fetch
 
 PROCESS_LIMIT = 300
 TINY = ("model=tiny_llama", "task.prompts=[[5,6,7]]")
 
 
-def rolecall(tmp_path: Path, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+def rolecall(
+    tmp_path: Path, *arguments: str, status: int = 0, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Runs the command with a job folder of the test's own."""
     done = subprocess.run(
         [sys.executable, "-m", "builder", f"hydra.run.dir={tmp_path / 'job'}", *arguments],
@@ -24,7 +31,7 @@ def rolecall(tmp_path: Path, *arguments: str, status: int = 0) -> subprocess.Com
         timeout=PROCESS_LIMIT,
         cwd=tmp_path,
         # MAX puts PYTHONEXECUTABLE into a process's environment, behind os.environ.
-        env=dict(os.environ),
+        env={**os.environ, **environment},
         check=False,
     )
     assert done.returncode == status, done.stdout + done.stderr
@@ -101,6 +108,31 @@ MISTAKES = {
         "task.sampling.top_p: 2.0 is not",
         "above 0",
     ),
+    "sampling that greedy ignores": (
+        ["task.sampling.top_k=5"],
+        "task.sampling.top_k: 5 has no effect at temperature 0",
+        "task.sampling.temperature=1",
+    ),
+    "key added to the schema": (
+        ["+deployment.page_size=64"],
+        "deployment.page_size: unknown key",
+        "valid here: deployment.batch",
+    ),
+    "interpolation in a prompt": (
+        ["task.prompts=['${HOME}']"],
+        "Interpolation key 'HOME' not found",
+        "task.prompts_file",
+    ),
+    "page size that no kernel takes": (
+        ["deployment.kv.page_size=96"],
+        "deployment.kv.page_size: 96",
+        "1, 8, 16, 64, 128, 256",
+    ),
+    "revision of a folder": (
+        ["model.revision=main"],
+        "model.revision: only a Hugging Face repository",
+        "",
+    ),
     "chat without a template": (
         ["task.chat=true"],
         "task.chat: the checkpoint has no chat template",
@@ -130,6 +162,117 @@ def test_mistake_is_one_message_and_leaves_only_the_status(tmp_path: Path, name:
         assert problem in read(tmp_path, "status.json")["error"]
 
 
+def cut(source: Path, target: Path) -> Path:
+    target.write_bytes(source.read_bytes()[:-1000])
+    return target
+
+
+@pytest.mark.parametrize("kind", ["gguf", "safetensors", "digest", "architecture", "network"])
+def test_unusable_checkpoint_is_refused_before_anything_is_built(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "tiny"
+    shutil.copytree(REFERENCE / "tiny_llama", folder)
+    source, more, environment = folder, [], {}
+    if kind == "gguf":
+        source, problem = cut(fetch(compose([]).model), tmp_path / "cut.gguf"), "is truncated"
+    elif kind == "safetensors":
+        cut(folder / "model.safetensors", folder / "model.safetensors")
+        problem = "is truncated"
+    elif kind == "digest":
+        source = fetch(compose([]).model)
+        more, problem = [f"model.sha256={'0' * 64}"], "has another digest"
+    elif kind == "architecture":
+        config = json.loads((folder / "config.json").read_text())
+        config["architectures"] = ["FalconForCausalLM"]
+        (folder / "config.json").write_text(json.dumps(config))
+        problem = "supported: LlamaForCausalLM"
+    else:
+        source = "nobody/nothing-here"
+        environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "empty")}
+        problem = "neither a local path nor in the Hugging Face cache"
+    done = rolecall(
+        tmp_path, "model=local", f"model.source={source}", *more, status=2, **environment
+    )
+    assert problem in done.stderr
+    assert "compiling" not in done.stderr
+    assert "Traceback" not in done.stderr
+    assert files(tmp_path) == {"status.json"}
+
+
+BROKEN_YAML = {
+    "syntax": ("name: [unclosed", "", "while parsing"),
+    "unknown key": (
+        "defaults: [base, _self_]\nname: mine\nbatch: {max_batch_sise: 2}",
+        "",
+        "did you mean deployment.batch.max_batch_size?",
+    ),
+    "wrong type": ("defaults: [base, _self_]\nmax_length: long", "", "deployment.max_length"),
+    "none": ("defaults: [base, _self_]", "elsewhere", "deployment/elsewhere"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_YAML)
+def test_mistake_in_a_users_file_is_one_message(tmp_path: Path, name: str) -> None:
+    contents, choice, wanted = BROKEN_YAML[name]
+    folder = tmp_path / "conf" / "deployment"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text(contents)
+    done = rolecall(
+        tmp_path,
+        *("--config-dir", str(tmp_path / "conf"), "task=plan", "model=tiny_llama"),
+        f"deployment={choice or 'mine'}",
+        status=2,
+    )
+    assert wanted in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_users_own_deployment_is_used(tmp_path: Path) -> None:
+    folder = tmp_path / "conf" / "deployment"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text("defaults: [tp2, _self_]\nname: mine\nmax_length: 300\n")
+    rolecall(
+        tmp_path,
+        *("--config-dir", str(tmp_path / "conf"), "task=plan", "model=tiny_llama"),
+        "deployment=mine",
+    )
+    plan = read(tmp_path, "plan.json")
+    assert (plan["deployment"]["name"], plan["max_length"], len(plan["devices"])) == (
+        *("mine", 300),
+        2,
+    )
+
+
+def test_a_folder_used_again_keeps_nothing_of_the_job_before(tmp_path: Path) -> None:
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "generations.jsonl").write_text("{}")
+    (tmp_path / "job" / "mine.txt").write_text("kept")
+    rolecall(tmp_path, *TINY, "deployment.vision=true", status=2)
+    assert files(tmp_path) == {"status.json", "mine.txt"}
+
+
+def test_square_brackets_in_names_are_printed_as_they_are(tmp_path: Path) -> None:
+    done = rolecall(tmp_path, "task=plan", "model=tiny_llama", "model.name='[/x] [bold]'")
+    assert "[/x] [bold] on cpu" in done.stdout
+
+
+def test_sweep_goes_on_after_a_job_that_is_refused(tmp_path: Path) -> None:
+    done = rolecall(
+        tmp_path,
+        *("-m", f"hydra.sweep.dir={tmp_path / 'sweep'}", "task=plan"),
+        *("model=smollm2", "deployment=tp2,cpu,tp4"),
+        status=2,
+    )
+    assert "job 0" in done.stderr
+    assert "9 heads do not divide over tensor=2" in done.stderr
+    assert "9 heads do not divide over tensor=4" in done.stderr
+    assert "2 jobs did not succeed" in done.stderr
+    status = [
+        json.loads((tmp_path / "sweep" / str(job) / "status.json").read_text())["status"]
+        for job in range(3)
+    ]
+    assert status == ["error", "ok", "error"]
+
+
 def test_verbose_shows_the_traceback(tmp_path: Path) -> None:
     done = rolecall(tmp_path, "-v", *TINY, "deployment.vision=true", status=2)
     assert "Traceback" in done.stderr
@@ -149,14 +292,14 @@ def test_plan_writes_its_files_without_a_session_and_within_a_second(tmp_path: P
     assert all(field["because"] for field in fields)
     assert read(tmp_path, "plan.json")["settings"]["num_layers"] == 30
     assert read(tmp_path, "status.json")["status"] == "ok"
-    # The median of a few, with room for a busy machine; measured alone it is 0.85 s.
+    # The fastest of a few, so that a busy machine does not decide; alone it takes 0.85 s.
     took = []
     for _ in range(5):
         began = time.perf_counter()
         done = rolecall(tmp_path, "task=plan")
         took.append(time.perf_counter() - began)
     assert "16 fields" in done.stdout
-    assert sorted(took)[0] < 1.0
+    assert min(took) < 1.0
 
 
 def test_plan_imports_no_engine_session_and_no_pipelines() -> None:

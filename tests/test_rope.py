@@ -43,5 +43,31 @@ def test_table_holds_cosine_and_sine_of_each_angle() -> None:
 
 def test_unknown_stretch_is_refused_by_name() -> None:
     reader = ConfigReader({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "config.json")
-    with pytest.raises(ConfigError, match="'dynamic' is not supported"):
+    with pytest.raises(ConfigError, match="'dynamic' is not one of default, linear, llama3, yarn"):
         rope_settings(reader, 2048)
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        ({"rope_scaling": "linear"}, "rope_scaling: 'linear' is no object"),
+        ({"rope_theta": "abc"}, "rope_theta: 'abc' is not a number"),
+        ({"rope_theta": 0}, "rope_theta: 0 is not a number above 0"),
+        ({"rope_scaling": {"type": "linear"}}, "factor: missing"),
+        ({"rope_scaling": {"type": "llama3", "factor": "x"}}, "factor: 'x' is not a number"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "per layer type"),
+    ],
+)
+def test_malformed_rotary_settings_name_the_key(config: dict, wanted: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        rope_settings(ConfigReader(config, "config.json"), 2048)
+    assert wanted in str(caught.value)
+
+
+def test_scaling_given_by_hand_wins_over_saved_parameters() -> None:
+    config = {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0},
+    }
+    settings = rope_settings(ConfigReader(config, "config.json"), 2048)
+    assert (settings.rope_type, settings.factor, settings.theta) == ("linear", 2.0, 500.0)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from conftest import compiled_for, expected, forced_logits, greedy_ids, limited
+from conftest import compiled_for, expected, forced_logits, greedy_ids, limited, plan_for
 from max.nn.transformer import ReturnLogits
+
+from models.decoder import CausalDecoder
 
 MODEL = "model=tiny_llama"
 PROMPTS = [
@@ -48,7 +50,7 @@ def test_pages_are_free_again_after_a_run() -> None:
     runner = Runner(compiled)
     total = compiled.registration.plan.num_pages
     runner.run(_requests(PROMPTS, 4))
-    assert runner._kv.block_count().free == total
+    assert runner.free_pages() == total
 
 
 def test_stop_token_ends_a_sequence_and_is_its_last_id() -> None:
@@ -75,7 +77,26 @@ def test_a_run_that_is_stopped_keeps_what_it_has() -> None:
     assert [len(request.ids) for request in requests] == [5] * 8 + [0] * 4
     assert {request.finish for request in requests} == {"interrupted"}
     assert requests[0].ids == whole[:5]
-    assert runner._kv.block_count().free == compiled.registration.plan.num_pages
+    assert runner.free_pages() == compiled.registration.plan.num_pages
+
+
+def test_inputs_are_there_before_a_step_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from max.driver import CPU, Buffer
+    from max.dtype import DType
+    from max.pipelines.graph_input_stager import GraphInputStaging
+
+    compiled = compiled_for(MODEL)
+    whole = greedy_ids(compiled, PROMPTS[:3], 6)
+    send, busy = GraphInputStaging.send, []
+
+    def send_late(self: GraphInputStaging) -> None:
+        # Zeros for 64 MiB wait in the queue that the inputs are copied through, as on a machine
+        # that is busy with something else.
+        busy.append(Buffer.zeros([16 << 20], DType.float32, CPU()))
+        send(self)
+
+    monkeypatch.setattr(GraphInputStaging, "send", send_late)
+    assert greedy_ids(compiled, PROMPTS[:3], 6) == whole
 
 
 def test_all_token_logits_match_hugging_face() -> None:
@@ -112,18 +133,27 @@ def test_more_logits_than_the_graph_returns_are_refused() -> None:
         _one_step(variable, [values["prompt_1"], values["prompt_0"]], return_n_logits=2)
 
 
-def test_data_parallelism_that_the_decoder_does_not_support_is_refused() -> None:
-    from conftest import plan_for, the_session
-
+@pytest.mark.parametrize(
+    ("supported", "num_devices", "wanted"),
+    [
+        (False, 2, "does not support data parallelism"),
+        (True, 3, "over 3 devices: each device needs a replica of its own"),
+    ],
+)
+def test_data_parallelism_that_cannot_be_served_is_refused(
+    supported: bool, num_devices: int, wanted: str
+) -> None:
     from builder.build import build
+    from builder.compile import process_session
 
-    registration = build(plan_for(MODEL))
-    registration.pipeline_config.model.__dict__["data_parallel_degree"] = 2
-    with pytest.raises(ValueError, match="does not support data parallelism"):
-        registration.model_cls(
+    registration = build(plan_for(MODEL, "deployment=dp2"))
+    decoder = type("Decoder", (CausalDecoder,), {"supports_data_parallelism": supported})
+    model_cls = type("Model", (registration.model_cls,), {"decoder_cls": decoder})
+    with pytest.raises(ValueError, match=wanted):
+        model_cls(
             registration.pipeline_config,
-            the_session(),
-            registration.devices * 2,
+            process_session(),
+            registration.devices[:1] * num_devices,
             registration.pipeline_config.model.kv_cache,
             registration.plan.checkpoint,
             return_logits=ReturnLogits.LAST_TOKEN,
