@@ -1,0 +1,226 @@
+"""Fills a decoder's contract from a batch of requests, and reads what its graph returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from max import tree
+from max.driver import Buffer, Device
+from max.engine import InferenceSession
+from max.graph import BufferType, DeviceRef, TensorType
+from max.nn.kv_cache import KVCacheInputs, KVCacheParamInterface
+from max.nn.transformer import ReturnHiddenStates, ReturnLogits
+from max.pipelines.context import TextContext
+from max.pipelines.lib.graph_specs import GraphRole
+from max.pipelines.lib.interfaces.batch_processor import (
+    RAGGED_INPUT_ROW_OFFSETS,
+    RAGGED_INPUT_TOKENS,
+    BatchProcessorRuntime,
+    RaggedBatchProcessor,
+)
+from max.pipelines.lib.interfaces.pipeline_model import ModelInputs, ModelOutputs
+
+from models.config import DecoderConfig
+from models.contract import resolve_contract
+from models.role_contracts import DecoderInputs, DecoderOutputs
+
+
+class DecoderArchConfig(Protocol):
+    """The architecture configuration that a registration brings (MAX's ``ArchConfigWithKVCache``).
+
+    Its ``stages`` are the finalized configurations that the decoders are constructed from: one,
+    or one per pipeline stage.
+    """
+
+    stages: tuple[DecoderConfig, ...]
+
+    def get_kv_params(self) -> KVCacheParamInterface:
+        """The KV cache parameters."""
+        ...
+
+    def get_max_seq_len(self) -> int:
+        """The longest sequence served."""
+        ...
+
+
+class ExpertParallelExchange(Protocol):
+    """Sets up and describes the buffers that experts are exchanged through."""
+
+    def input_tree(self) -> Any:
+        """The tree of types of the decoder's ``ep`` inputs."""
+        ...
+
+    def initialize(self, session: InferenceSession) -> None:
+        """Allocates the buffers with the session that runs the decoder."""
+        ...
+
+    def model_inputs(self) -> Any:
+        """The buffers, in ``input_tree()``'s structure."""
+        ...
+
+
+def stage_role(config: DecoderConfig) -> str:
+    """The role of a stage's graph: ``decoder``, or ``decoder_0`` and so on where there are several.
+
+    MAX's compile cache ignores graph names, so equal graphs of two models share an entry, and
+    ``init_graphs`` looks it up by the name it was cached with: the role is the name.
+    """
+    placement = config.placement
+    name = GraphRole.DECODER.value
+    return name if placement.num_stages == 1 else f"{name}_{placement.stage}"
+
+
+def wait_for_copies(devices: Sequence[Device]) -> None:
+    """Waits until what was staged for a CPU is there.
+
+    On the CPU of MAX 26.7, ``batch_inplace_copy`` returns before it has copied and a graph does
+    not wait for it: on a busy machine a step would read the tokens of the step before. An
+    accelerator's stream keeps the order by itself.
+    """
+    for device in devices:
+        if device.is_host:
+            device.synchronize()
+
+
+@dataclass(kw_only=True)
+class GraphApiDecoderModelInputs(ModelInputs):
+    """One prepared batch."""
+
+    stages: tuple[DecoderInputs[Buffer, Buffer], ...]
+    """Each stage's contract as driver buffers; boundaries are filled in as stages return them."""
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """The first graph's inputs in order."""
+        return tuple(tree.leaves(self.stages[0]))
+
+    @property
+    def tokens(self) -> Buffer:
+        """The ragged tokens, where ``LogProbabilitiesMixin`` looks for them."""
+        return self.stages[0].tokens
+
+    @property
+    def input_row_offsets(self) -> Buffer:
+        """The row offsets, where ``LogProbabilitiesMixin`` looks for them."""
+        return self.stages[0].input_row_offsets
+
+
+class GraphApiDecoderBatchProcessor(
+    RaggedBatchProcessor[TextContext, GraphApiDecoderModelInputs, Any]
+):
+    """Fills a decoder's contract from a batch of requests, and reads its outputs.
+
+    Args:
+        config: The registration's architecture configuration.
+        runtime: Limits and devices, from the pipeline model.
+    """
+
+    def __init__(self, config: DecoderArchConfig, runtime: BatchProcessorRuntime) -> None:
+        super().__init__(config, runtime)
+        self._stages = config.stages
+        self._one = Buffer.from_numpy(np.ones(1, np.int64))
+        self._ep: ExpertParallelExchange | None = None
+        self._lasting: tuple[dict[str, Any], ...] = ({},) * len(config.stages)
+
+    def bind_lasting_inputs(self, per_stage: Sequence[dict[str, Any]]) -> None:
+        """Receives the inputs that are the same buffers every step.
+
+        Args:
+            per_stage: Each stage's, by field: signals and constants.
+        """
+        self._lasting = tuple(per_stage)
+
+    def bind_ep_comm_initializer(self, initializer: ExpertParallelExchange | None) -> None:
+        """Receives the exchange whose buffers every batch carries."""
+        self._ep = initializer
+
+    def get_symbolic_inputs(
+        self, *, kv_params: KVCacheParamInterface, device_refs: list[DeviceRef]
+    ) -> list[TensorType | BufferType]:
+        """The first graph's inputs; the contract already knows the KV params and the devices."""
+        del kv_params, device_refs
+        return [leaf.type for leaf in resolve_contract(self._stages[0]).leaves]
+
+    def prepare_initial_token_inputs(
+        self,
+        replica_batches: Sequence[Sequence[TextContext]],
+        kv_cache_inputs: KVCacheInputs[Buffer, Buffer] | None = None,
+        return_n_logits: int = 1,
+    ) -> GraphApiDecoderModelInputs:
+        """Makes one step's inputs.
+
+        Args:
+            replica_batches: Each replica's requests, in order.
+            kv_cache_inputs: The KV manager's runtime inputs for the same batches.
+            return_n_logits: Rows of logits per request; other than 1 only for a graph that
+                returns variable logits.
+
+        Raises:
+            ValueError: If the graph can't return so many logits, or a request has fewer tokens
+                in this step.
+        """
+        contexts = [context for batch in replica_batches for context in batch]
+        lengths = [context.tokens.active_length for context in contexts]
+        self._check_return_n_logits(return_n_logits, lengths)
+        with self._stager.stage() as staging:
+            tokens, (device_tokens,) = staging.get(RAGGED_INPUT_TOKENS, (sum(lengths),))
+            offsets, (device_offsets,) = staging.get(RAGGED_INPUT_ROW_OFFSETS, (len(lengths) + 1,))
+            host_offsets = offsets.to_numpy()
+            host_offsets[0] = 0
+            np.cumsum(lengths, out=host_offsets[1:])
+            np.concatenate([context.tokens.active for context in contexts], out=tokens.to_numpy())
+        # While the host side is still held: it is freed, and reused, at once.
+        wait_for_copies(self.runtime.devices)
+        shared: dict[str, Any] = {
+            "tokens": device_tokens,
+            "input_row_offsets": device_offsets,
+            "return_n_logits": self._one
+            if return_n_logits == 1
+            else Buffer.from_numpy(np.array([return_n_logits], np.int64)),
+            "ep": None if self._ep is None else self._ep.model_inputs(),
+        }
+        if len(replica_batches) > 1:
+            ends = np.cumsum([0, *map(len, replica_batches)], dtype=np.int64)
+            shared["host_input_row_offsets"] = offsets
+            shared["data_parallel_splits"] = Buffer.from_numpy(ends)
+        stages = tuple(
+            DecoderInputs(**shared, kv=_stage_kv(kv_cache_inputs, config), **lasting)
+            for config, lasting in zip(self._stages, self._lasting, strict=True)
+        )
+        return GraphApiDecoderModelInputs(kv_cache_inputs=kv_cache_inputs, stages=stages)
+
+    def _check_return_n_logits(self, wanted: int, lengths: Sequence[int]) -> None:
+        mode = self.runtime.return_logits
+        if mode is not ReturnLogits.VARIABLE:
+            if wanted != 1:
+                raise ValueError(
+                    f"return_n_logits={wanted}, but the graph returns {mode.value} logits and "
+                    "takes 1; build it with return_logits=variable"
+                )
+        elif not 1 <= wanted <= min(lengths):
+            raise ValueError(
+                f"return_n_logits={wanted}, but the shortest request of this step has "
+                f"{min(lengths)} tokens"
+            )
+
+    def process_outputs(self, outputs: Sequence[Buffer | object]) -> ModelOutputs:
+        """Names what the graph returned, in ``DecoderOutputs``' order."""
+        has_rows = self.runtime.return_logits is not ReturnLogits.LAST_TOKEN
+        has_hidden = self.runtime.return_hidden_states is not ReturnHiddenStates.NONE
+        names = ["next_token_logits"]
+        names += ["logits", "logit_offsets"] if has_rows else []
+        names += ["hidden_states"] if has_hidden else []
+        named: DecoderOutputs[Any] = DecoderOutputs(**dict(zip(names, outputs, strict=True)))
+        return ModelOutputs(
+            logits=named.next_token_logits if named.logits is None else named.logits,
+            next_token_logits=named.next_token_logits,
+            logit_offsets=named.logit_offsets,
+            hidden_states=named.hidden_states,
+        )
+
+
+def _stage_kv(inputs: Any, config: DecoderConfig) -> Any:
+    return inputs if config.placement.num_stages == 1 else inputs[stage_role(config)]
