@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from builder.memory import DeviceShare
+from builder.memory import DeviceShare, WeightItems
 from builder.schema import DeploymentConfig, DeviceKind, Encoding, ModelConfig
 from models.checkpoints import Checkpoint
 from models.errors import ConfigError
@@ -188,18 +188,21 @@ def check_num_pages(
         )
 
 
-def check_memory(devices: Sequence[DeviceShare]) -> None:
-    """What the simulated devices hold fits the host."""
+def check_memory(plans: Sequence[tuple[WeightItems, Sequence[DeviceShare]]]) -> None:
+    """What is held at the same time fits the host.
+
+    Args:
+        plans: The weights and devices of each deployment.
+    """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    needed = sum(device.total for device in devices)
-    if needed <= total:
+    weights = sum(items.host for items, _ in plans)
+    pages = sum(share.kv_pages for _, devices in plans for share in devices)
+    if weights + pages <= total:
         return
-    weights = sum(device.weights + device.constants for device in devices)
-    pages = sum(device.kv_pages for device in devices)
     raise ConfigError(
-        f"deployment: needs {needed / 2**30:.1f} GiB, this machine has {total / 2**30:.1f}\n"
-        f"  weights {weights / 2**30:.1f} GiB + KV pages {pages / 2**30:.1f} GiB "
-        f"over {len(devices)} devices\n"
+        f"deployment: needs {(weights + pages) / 2**30:.1f} GiB, this machine has "
+        f"{total / 2**30:.1f}\n"
+        f"  weights {weights / 2**30:.1f} GiB + KV pages {pages / 2**30:.1f} GiB\n"
         "  what works: fewer pages, with deployment.kv.num_pages, batch.max_batch_size "
         "or max_length"
     )

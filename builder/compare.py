@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from max.nn.transformer import ReturnLogits
 
 from builder.compile import Compiled
+from builder.interrupt import InterruptedJob
 from builder.run import Request, Runner
 from builder.sampling import Logits, Sampler
 from builder.schema import SamplingConfig
@@ -19,7 +21,7 @@ class Where:
     """One row of logits."""
 
     prompt: int
-    """The prompt's position."""
+    """The prompt's position; counted on, for the rows that a graph returns beside these."""
 
     step: int
     """0 after the prompt, then one per decode step."""
@@ -57,14 +59,19 @@ class _Recorder(Sampler):
     def __init__(self, tokens: Sequence[int] | None = None) -> None:
         super().__init__(SamplingConfig(), 0)
         self._tokens = tokens
-        self.rows: list[Logits] = []
+        self.next_rows: list[Logits] = []
+        self.own_rows: list[Logits] = []
 
     def choose(self, logits: Logits) -> int:
         """The given token of this step, or the most likely one."""
-        self.rows.append(logits.copy())
+        self.next_rows.append(logits.copy())
         if self._tokens is None:
             return super().choose(logits)
-        return self._tokens[len(self.rows) - 1]
+        return self._tokens[len(self.next_rows) - 1]
+
+    def keep(self, logits: Logits) -> None:
+        """Keeps the rows that a graph returns beside the next-token logits."""
+        self.own_rows.append(logits.copy())
 
 
 def record(
@@ -73,8 +80,9 @@ def record(
     max_new_tokens: int,
     max_batch_input_tokens: int,
     forced: Sequence[Sequence[int]] | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> tuple[list[list[int]], list[Logits]]:
-    """Continues all prompts at once and keeps every row of next-token logits.
+    """Continues all prompts at once and keeps every row of logits.
 
     Args:
         compiled: The deployment.
@@ -82,20 +90,36 @@ def record(
         max_new_tokens: Decode steps.
         max_batch_input_tokens: Tokens of one step of a replica.
         forced: The continuations to feed; by default the greedy ones.
+        should_stop: Asked before each step.
 
     Returns:
-        The continuations, and per prompt float32 ``[1 + max_new_tokens, vocabulary]``.
+        The continuations; and per prompt float32 ``[1 + max_new_tokens, vocabulary]``, then, of a
+        graph that returns more than next-token logits, per prompt those rows.
+
+    Raises:
+        InterruptedJob: If it was asked to stop.
     """
     recorders = [_Recorder(None if forced is None else tokens) for tokens in forced or prompts]
+    plan = compiled.registration.plan
+    returns_more = plan.stages[-1].config.return_logits is not ReturnLogits.LAST_TOKEN
     requests = [
         # The last row comes after the last decode step.
-        Request(list(prompt), max_new_tokens + 1, recorder)
+        Request(
+            list(prompt),
+            max_new_tokens + 1,
+            recorder,
+            on_logits=recorder.keep if returns_more else None,
+        )
         for prompt, recorder in zip(prompts, recorders, strict=True)
     ]
     runner = Runner(compiled)
     runner.limit_step(max_batch_input_tokens)
-    runner.run(requests)
-    return [request.ids for request in requests], [np.stack(r.rows) for r in recorders]
+    runner.run(requests, should_stop=should_stop)
+    if should_stop():
+        raise InterruptedJob
+    rows = [np.stack(recorder.next_rows) for recorder in recorders]
+    rows += [np.concatenate(r.own_rows) for r in recorders if r.own_rows]
+    return [request.ids for request in requests], rows
 
 
 def compare(plain: Sequence[Logits], deployed: Sequence[Logits]) -> Comparison:
@@ -111,8 +135,8 @@ def compare(plain: Sequence[Logits], deployed: Sequence[Logits]) -> Comparison:
     first_unequal: Where | None = None
     for prompt, (wanted, found) in enumerate(zip(plain, deployed, strict=True)):
         diff = _differences(wanted, found)
-        scale = np.abs(wanted).max(axis=-1, keepdims=True)
-        relative = max(relative, float((diff / np.maximum(scale, 1e-30)).max()))
+        scale = np.maximum(np.abs(wanted).max(axis=-1, keepdims=True), 1e-30)
+        relative = max(relative, float(_differences(wanted / scale, found / scale).max()))
         step, token = np.unravel_index(int(diff.argmax()), diff.shape)
         if diff[step, token] > largest:
             largest = float(diff[step, token])

@@ -39,11 +39,14 @@ class JobFolder:
 
     def write_json(self, name: str, contents: Mapping[str, Any]) -> None:
         """Writes one JSON object."""
-        self._write(name, json.dumps(contents, ensure_ascii=False, indent=1) + "\n")
+        self._write(name, _json(contents, indent=1))
 
     def write_lines(self, name: str, objects: Iterable[Mapping[str, Any]]) -> None:
         """Writes one JSON object per line."""
-        self._write(name, "".join(json.dumps(o, ensure_ascii=False) + "\n" for o in objects))
+        self._write(
+            name,
+            "".join(map(_json, objects)),
+        )
 
     def write_status(self, status: str, error: str | None = None, **facts: Any) -> None:
         """Writes how the job ended; the last file it writes.
@@ -69,3 +72,8 @@ class JobFolder:
         partial.write_text(text, encoding="utf-8")
         partial.replace(self.path / name)
         self._written.append(name)
+
+
+def _json(contents: Mapping[str, Any], indent: int | None = None) -> str:
+    # Strict JSON, which has neither NaN nor infinity.
+    return json.dumps(contents, ensure_ascii=False, allow_nan=False, indent=indent) + "\n"

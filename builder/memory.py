@@ -13,7 +13,8 @@ from max.nn.kv_cache import KVCacheParams
 from models.checkpoints import TensorInfo
 from models.config import DecoderConfig
 from models.contract import Contract
-from models.weights import DeclaredWeight, FromCheckpoint
+from models.layers.vocabulary import EMBED_TOKENS, LM_HEAD
+from models.weights import DeclaredWeight, FromCheckpoint, Source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,9 @@ class WeightItems:
     computed: Mapping[str, int]
     """Tables that are no tensor of the checkpoint, by name."""
 
+    host: int
+    """What simulated devices take of the host, which holds equal weights of theirs once."""
+
     @property
     def total(self) -> int:
         """The sum, which is the sum over devices."""
@@ -97,11 +101,15 @@ def device_shares(
         num_pages: KV pages per replica.
     """
     shares: list[DeviceShare] = []
+    counted = False
     for config, contract, weights, constants in stages:
         placement, settings = config.placement, config.settings
+        weights, constants = list(weights), list(constants)
         held = _bytes_by_holder(weights)
-        inputs = _bytes_by_holder(constants)
-        tables = placement.is_first or placement.is_last
+        # Stages share a constant's buffers: they are counted with the first that takes it.
+        inputs = _bytes_by_holder([] if counted else constants)
+        counted = counted or bool(constants)
+        tables = _table_rows([*weights, *constants])
         signals = next(field for field in contract.fields if field.name == "signals")
         for holder in range(len(placement.devices)):
             shares.append(
@@ -114,7 +122,7 @@ def device_shares(
                     heads=placement.heads(settings, holder),
                     kv_heads=placement.kv_heads(settings, holder),
                     inner_columns=placement.inner_columns(settings, holder),
-                    vocabulary=placement.vocabulary(settings, holder) if tables else range(0),
+                    vocabulary=tables.get(holder, range(0)),
                     weights=held[holder],
                     constants=inputs[holder],
                     kv_pages=(num_pages + 1) * page_bytes(config),
@@ -153,14 +161,18 @@ def weight_items(
     """
     held: Counter[str] = Counter()
     computed: Counter[str] = Counter()
+    itemsize: dict[str, int] = {}
+    distinct: dict[Source, DeclaredWeight] = {}
     for weight in weights:
+        distinct[weight.source] = weight
         if not isinstance(weight.source, FromCheckpoint):
             computed[_kind(weight.name)] += num_bytes(weight)
             continue
         for piece in weight.source.pieces:
+            itemsize[piece.tensor] = weight.dtype.size_in_bytes
             shape = piece.shape(tensors[piece.tensor].shape)
             held[piece.tensor] += math.prod(shape) * weight.dtype.size_in_bytes
-    once = {name: math.prod(tensors[name].shape) * 4 for name in held}
+    once = {name: math.prod(tensors[name].shape) * size for name, size in itemsize.items()}
     replicated: Counter[str] = Counter()
     for name, total in held.items():
         replicated[_kind(name)] += total - once[name]
@@ -168,12 +180,24 @@ def weight_items(
         checkpoint=sum(once.values()),
         replicated={kind: extra for kind, extra in sorted(replicated.items()) if extra},
         computed=dict(sorted(computed.items())),
+        host=sum(num_bytes(weight) for weight in distinct.values()),
     )
 
 
 def num_bytes(weight: DeclaredWeight) -> int:
     """The bytes of a weight as it is computed with."""
     return math.prod(weight.sizes) * weight.dtype.size_in_bytes
+
+
+def _table_rows(weights: Iterable[DeclaredWeight]) -> dict[int, range]:
+    """The rows of the vocabulary's tables that each device holds."""
+    return {
+        weight.holder: range(*piece.rows)
+        for weight in weights
+        if isinstance(weight.source, FromCheckpoint)
+        for piece in weight.source.pieces
+        if piece.tensor in (EMBED_TOKENS, LM_HEAD) and piece.rows is not None
+    }
 
 
 def _bytes_by_holder(weights: Iterable[DeclaredWeight]) -> Counter[int]:

@@ -43,12 +43,14 @@ def contract_json(plan: Plan) -> dict[str, Any]:
 
 
 def _field_json(plan: Plan, decisions: Sequence[tuple[int, FieldDecision]]) -> dict[str, Any]:
-    # The reason of the last stage that takes the field, or of the last that does not.
-    _, decision = max(decisions, key=lambda pair: (pair[1].present, pair[0]))
+    present = any(decision.present for _, decision in decisions)
+    # The reasons of the stages that take the field, or where none does, of all.
+    reasons = [decision.because for _, decision in decisions if decision.present == present]
+    decision = decisions[0][1]
     return {
         "name": decision.name,
-        "present": decision.present,
-        "because": decision.because,
+        "present": present,
+        "because": "; ".join(dict.fromkeys(reasons)),
         "keys": list(decision.keys),
         "leaves": [
             {

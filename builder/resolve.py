@@ -23,7 +23,7 @@ from builder.memory import (
 )
 from builder.schema import DeploymentConfig, Logits, ModelConfig
 from models.checkpoints import Checkpoint
-from models.collectives import HOST_SIGNAL_BYTES
+from models.collectives import signal_bytes
 from models.config import Declarations, DecoderConfig
 from models.contract import Contract
 from models.decoder import (
@@ -36,7 +36,7 @@ from models.kv_cache import HostMHAKVCacheParams
 from models.layers.vocabulary import TOKEN_EMBEDDING
 from models.placement import Placement, even_counts, split_layers
 from models.settings import ModelSettings
-from models.weights import DeclaredWeight, declared_weights
+from models.weights import declared_weights
 
 DEFAULT_MAX_LENGTH = 2048
 """The longest sequence where neither the deployment nor the model asks for less."""
@@ -135,17 +135,18 @@ def resolve(
         weights.append(declared_weights(decoder))
         constants.append([w for shards in constant_weights(config).values() for w in shards])
     every = [w for named in weights for w in named.values()]
-    # Stages share a constant's buffer, so it is held once per device of the first that takes it.
+    # Stages share a constant's buffers: the ones of the first that takes it.
     shared = next((shards for shards in constants if shards), [])
     checks.check_checkpoint(checkpoint, [*every, *shared])
     devices = device_shares(
         [
             (stage.config, stage.contract, named.values(), held)
-            for stage, named, held in zip(stages, weights, _held_once(constants), strict=True)
+            for stage, named, held in zip(stages, weights, constants, strict=True)
         ],
         num_pages,
     )
-    checks.check_memory(devices)
+    items = weight_items([*every, *shared], checkpoint.tensors)
+    checks.check_memory([(items, devices)])
     return Plan(
         model=model,
         deployment=deployment,
@@ -154,18 +155,9 @@ def resolve(
         max_length=max_length,
         num_pages=num_pages,
         devices=devices,
-        weights=weight_items([*every, *shared], checkpoint.tensors),
+        weights=items,
         limits=_limits(deployment, num_pages, max_length),
     )
-
-
-def _held_once(constants: list[list[DeclaredWeight]]) -> list[list[DeclaredWeight]]:
-    seen = False
-    held: list[list[DeclaredWeight]] = []
-    for shards in constants:
-        held.append([] if seen else shards)
-        seen = seen or bool(shards)
-    return held
 
 
 def _placements(deployment: DeploymentConfig, settings: ModelSettings) -> list[Placement]:
@@ -220,7 +212,7 @@ def _decoder_config(
     return replace(
         config,
         declarations=Declarations(
-            signal_bytes=HOST_SIGNAL_BYTES,
+            signal_bytes=signal_bytes(placement),
             constants={
                 name: tuple(weight.input_type for weight in shards)
                 for name, shards in constant_weights(config).items()

@@ -136,8 +136,8 @@ class Runner:
         Args:
             tokens: Tokens of one step of a replica.
         """
-        least = self._batch.max_batch_size
-        self._step_tokens = min(max(tokens, least), self._batch.max_batch_input_tokens)
+        assert self._batch.max_batch_size <= tokens <= self._batch.max_batch_input_tokens
+        self._step_tokens = tokens
 
     def free_pages(self) -> int:
         """Pages that no sequence holds, over all replicas."""

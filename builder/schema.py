@@ -232,8 +232,9 @@ class VerifyTask:
     max_new_tokens: int = 8
     """Decode steps that are compared."""
 
-    max_batch_input_tokens: int = 48
-    """Tokens of one step while verifying, so that prompts are prefilled in chunks."""
+    max_batch_input_tokens: int | None = None
+    """Tokens of a replica's step while verifying, so that prompts are prefilled in chunks; by
+    default 48, or what the deployment allows."""
 
     tolerance: float = 1e-4
     """The largest absolute difference of logits that passes."""

@@ -1,6 +1,7 @@
 """What devices of one stage exchange inside the graph.
 
-One interface; the host backend serves simulated devices, which are all the one CPU.
+One interface with two backends: MAX's own collectives between accelerators, and one for simulated
+devices, which are all the one CPU.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Protocol
 
 from max.dtype import DType
 from max.graph import BufferValue, TensorValue, ops
+from max.nn.comm import Signals
 
 from models.placement import Placement
 
@@ -31,6 +33,71 @@ class Collectives(Protocol):
     def concat_replicas(self, xs: Sequence[TensorValue]) -> TensorValue:
         """The first device gets one value of each replica, one below the other."""
         ...
+
+
+def collectives_for(placement: Placement, signals: Sequence[BufferValue] | None) -> Collectives:
+    """The backend of a stage's devices.
+
+    Args:
+        placement: The stage's devices.
+        signals: One buffer per device; ``None`` on one device, which exchanges nothing.
+    """
+    if placement.devices[0].is_cpu():
+        return HostCollectives(placement, signals)
+    return DeviceCollectives(placement, signals)
+
+
+def signal_bytes(placement: Placement) -> int:
+    """The size of one signal buffer of a stage's devices."""
+    return HOST_SIGNAL_BYTES if placement.devices[0].is_cpu() else int(Signals.NUM_BYTES)
+
+
+class DeviceCollectives:
+    """Exchanges between accelerators, through MAX's all-reduce and all-gather.
+
+    Args:
+        placement: The stage's devices.
+        signals: One buffer per device; ``None`` on one device, which exchanges nothing.
+    """
+
+    def __init__(self, placement: Placement, signals: Sequence[BufferValue] | None) -> None:
+        self._placement = placement
+        self._signals = signals
+
+    def sum_in_replicas(self, xs: Sequence[TensorValue]) -> list[TensorValue]:
+        """Every device of a replica gets the sum of the replica's values."""
+        if self._placement.tensor == 1:
+            return list(xs)
+        return [
+            received
+            for group, signals in self._groups(xs)
+            for received in ops.allreduce.sum(list(group), list(signals))
+        ]
+
+    def concat_in_replicas(self, xs: Sequence[TensorValue]) -> list[TensorValue]:
+        """Every device of a replica gets the replica's values side by side."""
+        if self._placement.tensor == 1:
+            return list(xs)
+        return [
+            received
+            for group, signals in self._groups(xs)
+            for received in ops.allgather(list(group), list(signals), axis=-1)
+        ]
+
+    def concat_replicas(self, xs: Sequence[TensorValue]) -> TensorValue:
+        """The first device gets one value of each replica, one below the other."""
+        first = self._placement.devices[0]
+        return _concat([x.to(first) for x in xs], axis=0)
+
+    def _groups(
+        self, xs: Sequence[TensorValue]
+    ) -> list[tuple[Sequence[TensorValue], Sequence[BufferValue]]]:
+        assert self._signals is not None, "several devices have signals"
+        size = self._placement.tensor
+        return [
+            (xs[start : start + size], self._signals[start : start + size])
+            for start in range(0, len(xs), size)
+        ]
 
 
 class HostCollectives:

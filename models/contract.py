@@ -210,7 +210,7 @@ def _kv(config: DecoderConfig) -> tuple[Any, str, tuple[str, ...]]:
     return (
         config.kv_params.get_symbolic_inputs(),
         f"the pages of layers {layers.start} to {layers.stop - 1}, per device",
-        ("deployment.kv",),
+        ("deployment.kv", "deployment.parallel"),
     )
 
 

@@ -13,7 +13,7 @@ from max.nn.data_parallelism import split_batch_replicated
 from max.nn.kv_cache import KVCacheInputsPerDevice
 from max.nn.layer import LayerList, Module
 
-from models.collectives import Collectives, HostCollectives
+from models.collectives import Collectives, collectives_for
 from models.config import DecoderConfig
 from models.graph_api import GraphApiModule
 from models.layers.attention import Attention
@@ -105,7 +105,7 @@ class CausalDecoder(GraphApiModule):
     ) -> DecoderOutputs[TensorValue] | Boundary:
         """Computes one step of a ragged batch, or this stage's part of it."""
         placement = self.config.placement
-        collectives = HostCollectives(placement, inputs.signals)
+        collectives = collectives_for(placement, inputs.signals)
         tokens, offsets = self._split(inputs)
         caches = tree.leaves(inputs.kv, leaf=KVCacheInputsPerDevice)
         steps = [
@@ -165,6 +165,8 @@ class CausalDecoder(GraphApiModule):
         if hasattr(self, "output"):
             return [shard() for shard in self.output]
         tables = self._embedding_tables(inputs)
+        if not self.config.placement.is_first:
+            return tables
         return [
             tables[holder] for holder in _projecting(self.config.placement, self.config.settings)
         ]
@@ -207,10 +209,13 @@ def boundary_types(config: DecoderConfig) -> tuple[TensorType, ...]:
 
 
 def constant_weights(config: DecoderConfig) -> dict[str, tuple[DeclaredWeight, ...]]:
-    """The weights behind a stage's constants, per name one per device."""
+    """The weights behind a stage's constants, per name one per device that reads it."""
     if not _is_constant(config):
         return {}
-    holders = range(len(config.placement.devices))
+    placement = config.placement
+    holders: Sequence[int] = range(len(placement.devices))
+    if not placement.is_first:
+        holders = _projecting(placement, config.settings)
     return {TOKEN_EMBEDDING: tuple(declare_table(config, EMBED_TOKENS, h) for h in holders)}
 
 

@@ -289,7 +289,7 @@ def graph_api_pipeline_model(
     Args:
         decoder_cls: The DECODER module.
         model_config_cls: MAX's architecture configuration class; its instances carry the
-            decoder's finalized configuration as ``decoder``.
+            decoders' finalized configurations as ``stages``.
         attributes: Further class attributes of the registration.
 
     Returns:

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import compiled_for, expected, greedy_ids, limited, plan_for
+from max.dtype import DType
+from max.graph import BufferType, DeviceRef, Graph, TensorType
 from test_command import rolecall
 
+from builder.checks import check_division
 from builder.compare import Comparison, compare, random_prompts, record
+from builder.compose import compose
 from builder.report import contract_json
+from models.collectives import collectives_for, signal_bytes
+from models.decoder import constant_weights
 from models.errors import ConfigError
+from models.placement import Placement, even_counts, split_layers
 from models.weights import DeclaredWeight, FromCheckpoint, Piece, WeightLoader
 
 MODEL = "model=tiny_llama"
@@ -172,7 +180,7 @@ REFUSED = {
         ["model=smollm2", "deployment=tp4"],
         "9 heads do not divide over tensor=4",
     ),
-    "KV heads": (
+    "heads that are odd": (
         ["model=smollm2", "deployment=tp2"],
         "9 heads do not divide over tensor=2",
     ),
@@ -211,6 +219,80 @@ def test_what_cannot_be_divided_is_refused_with_the_arithmetic(name: str) -> Non
     assert wanted in str(caught.value)
 
 
+def test_kv_heads_that_neither_divide_nor_repeat_are_refused() -> None:
+    deployment = compose(["deployment=tp2"]).deployment
+    settings = plan_for(MODEL).settings
+    settings = replace(settings, num_heads=6, num_kv_heads=3)
+    with pytest.raises(ConfigError, match="3 key-value heads neither divide over tensor=2"):
+        check_division(deployment, settings)
+
+
+def test_ten_layers_over_three_stages() -> None:
+    assert even_counts(10, 3) == (4, 3, 3)
+    assert split_layers(10, (4, 3, 3)) == (range(4), range(4, 7), range(7, 10))
+
+
+@pytest.mark.parametrize("name", ["tp2", "pp2_tp2"])
+def test_vocabulary_that_does_not_divide_is_held_whole(name: str) -> None:
+    plan = plan_for("model=tiny_qwen2", f"deployment={name}")
+    settings = replace(plan.settings, vocab_size=255)
+    for stage in plan.stages:
+        placement = stage.config.placement
+        assert not placement.splits_vocabulary(settings)
+        config = replace(stage.config, settings=settings, constants=("token_embedding",))
+        shards = constant_weights(config).get("token_embedding", ())
+        # Every device looks tokens up; only each replica's first projects.
+        wanted = [0, 1] if placement.is_first else [0]
+        assert [shard.holder for shard in shards] == wanted
+        assert all(shard.sizes == (255, 64) for shard in shards)
+
+
+@pytest.mark.parametrize("kind", ["sum_in_replicas", "concat_in_replicas"])
+def test_accelerators_exchange_through_maxs_collectives(kind: str) -> None:
+    devices = tuple(DeviceRef.GPU(i) for i in range(2))
+    placement = Placement(devices=devices, tensor=2, layers=range(1))
+    types = [TensorType(DType.float32, ["rows", 8], device) for device in devices]
+    signals = [BufferType(DType.uint8, [signal_bytes(placement)], device) for device in devices]
+    with Graph("exchange", input_types=[*types, *signals]) as graph:
+        xs = [value.tensor for value in graph.inputs[:2]]
+        collectives = collectives_for(placement, [value.buffer for value in graph.inputs[2:]])
+        received = getattr(collectives, kind)(xs)
+        graph.output(*received)
+    assert [x.device for x in received] == list(devices)
+    width = 8 if kind == "sum_in_replicas" else 16
+    assert [str(dim) for dim in received[0].shape] == ["rows", str(width)]
+    assert all(value._mlir_value.num_uses for value in graph.inputs)
+
+
+@pytest.mark.parametrize("mode", ["all", "variable"])
+def test_what_works_with_more_logits_is_compared_too(mode: str) -> None:
+    prompts = random_prompts((3, 50), 256)
+    compiled = compiled_for(MODEL, f"deployment=cpu_{mode}_logits")
+    ids, rows = record(compiled, prompts, 2, TOKENS_PER_STEP)
+    # 3 next-token rows of each; then a row per token, or the last row of each step.
+    lengths = [3 + 2, 50 + 2] if mode == "all" else [3, 2 + 2]
+    assert [len(r) for r in rows] == [3, 3, *lengths]
+    assert [r.argmax(-1).tolist() for r in rows[:2]] == ids
+
+
+VERIFY_MISTAKES = {
+    "no room": (["task.max_new_tokens=511"], "leaves no room for a prompt in max_length 512"),
+    "tolerance": (["task.tolerance=nan"], "task.tolerance: nan is not a number above 0"),
+    "step": (
+        ["task.max_batch_input_tokens=4"],
+        "is not between the deployment's max_batch_size, 8",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VERIFY_MISTAKES)
+def test_mistakes_in_verify_are_refused_before_compiling(tmp_path: Path, name: str) -> None:
+    arguments, wanted = VERIFY_MISTAKES[name]
+    done = rolecall(tmp_path, MODEL, "deployment=tp2", "task=verify", *arguments, status=2)
+    assert wanted in done.stderr
+    assert "compiling" not in done.stderr
+
+
 def test_what_works_is_named() -> None:
     with pytest.raises(ConfigError, match=r"what works: deployment\.parallel\.tensor=1 or 3"):
         plan_for("model=smollm2", "deployment=tp2")
@@ -237,7 +319,7 @@ def test_command_exits_with_1_when_a_difference_exceeds_the_tolerance(tmp_path: 
     assert json.loads((tmp_path / "job" / "status.json").read_text())["status"] == "failed"
 
 
-# Faults planted in what is loaded or staged; the graph and its contract stay as they are.
+# Faults planted in what is loaded; the graph and its contract stay as they are.
 
 
 def _with_loaded_weights(
@@ -327,9 +409,6 @@ def test_loader_makes_the_values_of_one_source_once() -> None:
         def read(self, _name, rows=slice(None)):
             self.reads += 1
             return np.arange(12, dtype=np.float32).reshape(4, 3)[rows]
-
-    from max.dtype import DType
-    from max.graph import DeviceRef
 
     def weight(holder: int) -> DeclaredWeight:
         source = FromCheckpoint((Piece("t", rows=(1, 3), columns=(0, 2)),))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 
 from rich import box
 from rich.table import Table
 
+from builder.checks import check_memory
 from builder.prompts import gather, tokenize
 from builder.resolve import Plan, resolve
 from builder.schema import DeploymentConfig, DevicesConfig, ParallelConfig, VerifyTask
@@ -31,24 +33,27 @@ def run(job: Job) -> None:
     """
     task = job.config.task
     assert isinstance(task, VerifyTask)
-    for key, value in (
-        ("max_new_tokens", task.max_new_tokens),
-        ("max_batch_input_tokens", task.max_batch_input_tokens),
-        ("tolerance", task.tolerance),
-    ):
-        if value <= 0:
-            raise ConfigError(f"task.{key}: {value} is not above 0")
+    if task.max_new_tokens < 1:
+        raise ConfigError(f"task.max_new_tokens: {task.max_new_tokens} is less than 1")
+    if not 0 < task.tolerance < math.inf:
+        raise ConfigError(f"task.tolerance: {task.tolerance} is not a number above 0")
     plan = job.plan()
+    step_tokens = _step_tokens(task, plan)
     plain = resolve(job.config.model, _plain(plan.deployment), plan.checkpoint)
+    check_memory([(plan.weights, plan.devices), (plain.weights, plain.devices)])
     prompts = _prompts(task, plan)
     deployed = job.compile(plan)
     reference = job.compile(plain)
     from builder.compare import compare, record
 
-    limits = (task.max_new_tokens, task.max_batch_input_tokens)
+    limits = (task.max_new_tokens, step_tokens)
+
+    def should_stop() -> bool:
+        return job.interrupts.requested
+
     with job.step("run", f"comparing {len(prompts)} prompts"):
-        ids, wanted = record(reference, prompts, *limits)
-        _, found = record(deployed, prompts, *limits, forced=ids)
+        ids, wanted = record(reference, prompts, *limits, should_stop=should_stop)
+        _, found = record(deployed, prompts, *limits, forced=ids, should_stop=should_stop)
         result = compare(wanted, found)
     passed = result.max_abs_diff <= task.tolerance and result.tokens_equal
     job.folder.write_json(
@@ -57,10 +62,14 @@ def run(job: Job) -> None:
             "pass": passed,
             "tolerance": task.tolerance,
             **asdict(result),
+            # JSON has no infinity; a difference that is none is a NaN in the logits.
+            "max_abs_diff": _finite(result.max_abs_diff),
+            "max_rel_diff": _finite(result.max_rel_diff),
             "deployment": plan.deployment.name,
             "plain": plain.deployment.name,
             "prompts": [len(prompt) for prompt in prompts],
             "steps": 1 + task.max_new_tokens,
+            "max_batch_input_tokens": step_tokens,
             "seconds": job.seconds,
         },
     )
@@ -82,10 +91,16 @@ def run(job: Job) -> None:
         table.add_row(name, text)
     job.out.print(table)
     if not passed:
+        problems = []
+        if result.max_abs_diff > task.tolerance:
+            problems.append(
+                f"largest difference {result.max_abs_diff:.2e}, tolerance {task.tolerance:.0e}"
+            )
+        if not result.tokens_equal:
+            problems.append(f"the greedy token differs, first at {result.first_unequal}")
         raise FailedJob(
             f"{plan.model.name} on {plan.deployment.name} does not compute what it does on "
-            f"{plain.deployment.name}: largest difference {result.max_abs_diff:.2e}, "
-            f"tolerance {task.tolerance:.0e}"
+            f"{plain.deployment.name}: {'; '.join(problems)}"
         )
 
 
@@ -102,11 +117,38 @@ def _plain(deployment: DeploymentConfig) -> DeploymentConfig:
     )
 
 
+DEFAULT_STEP_TOKENS = 48
+"""Small enough that the default prompts are prefilled in chunks."""
+
+
+def _step_tokens(task: VerifyTask, plan: Plan) -> int:
+    batch = plan.deployment.batch
+    asked = task.max_batch_input_tokens
+    if asked is None:
+        return min(max(DEFAULT_STEP_TOKENS, batch.max_batch_size), batch.max_batch_input_tokens)
+    if not batch.max_batch_size <= asked <= batch.max_batch_input_tokens:
+        raise ConfigError(
+            f"task.max_batch_input_tokens: {asked} is not between the deployment's max_batch_size, "
+            f"{batch.max_batch_size}, and its max_batch_input_tokens, "
+            f"{batch.max_batch_input_tokens}"
+        )
+    return asked
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
 def _prompts(task: VerifyTask, plan: Plan) -> list[list[int]]:
     if not task.prompts:
         from builder.compare import random_prompts
 
         longest = plan.max_length - task.max_new_tokens - 1
+        if longest < 1:
+            raise ConfigError(
+                f"task.max_new_tokens: {task.max_new_tokens} + 1 leaves no room for a prompt in "
+                f"max_length {plan.max_length}\n  what works: at most {plan.max_length - 2}"
+            )
         lengths = [min(length, longest) for length in PROMPT_LENGTHS]
         return random_prompts(lengths, plan.settings.vocab_size)
     tokenizer = load_tokenizer(plan.checkpoint, plan.model.tokenizer)

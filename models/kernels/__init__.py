@@ -25,7 +25,7 @@ def matmul(x: TensorValue, weight: TensorValue) -> TensorValue:
     Returns:
         [rows, out] in the dtype of ``x``.
     """
-    if not x.device.is_cpu() or x.dtype != DType.float32:
+    if not x.device.is_cpu() or {x.dtype, weight.dtype} != {DType.float32}:
         return x @ ops.transpose(weight, 0, 1)
     shape = [x.shape[0], weight.shape[0]]
     result = TensorType(DType.float32, shape, x.device)
