@@ -201,7 +201,8 @@ class GraphApiDecoderPipelineModel(
         """
         specs: dict[str, GraphSpec] = {}
         lasting = []
-        loaded = WeightLoader(self._reader())
+        # Kept for the model's lifetime: on the CPU the graph reads the arrays where they are.
+        self._weights = loaded = WeightLoader(self._reader())
         for config in model_config:
             decoder = self.decoder_cls(config)
             role = stage_role(config)

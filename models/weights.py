@@ -6,7 +6,6 @@ placement, the memory plan and the loading all read the same declaration.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -198,21 +197,14 @@ class WeightLoader:
         return self.load({weight.name: weight})[weight.name]
 
 
-ALIGNMENT = 64
-"""The bytes that a weight starts at a multiple of.
-
-MAX reads weights where they are, and crashes on the CPU where one is not aligned, as tensors in a
-mapped safetensors file are not.
-"""
-
-
 def _make(reader: TensorReader, weight: DeclaredWeight) -> Array:
     if isinstance(weight.source, Computed):
         values = weight.source.values()
     elif len(weight.source.pieces) == 1:
+        # One piece needs no copy: float32 safetensors stay mapped.
         values = weight.source.pieces[0].read(reader)
     else:
-        values = empty_aligned(weight.sizes)
+        values = np.empty(weight.sizes, np.float32)
         row = 0
         for piece in weight.source.pieces:
             part = piece.read(reader)
@@ -220,16 +212,4 @@ def _make(reader: TensorReader, weight: DeclaredWeight) -> Array:
             row += len(part)
         assert row == weight.sizes[0], f"{weight.name}: {row} rows for {weight.sizes}"
     assert values.shape == weight.sizes, f"{weight.name}: {values.shape} for {weight.sizes}"
-    if values.flags.c_contiguous and values.ctypes.data % ALIGNMENT == 0:
-        return values
-    copy = empty_aligned(weight.sizes)
-    copy[...] = values
-    return copy
-
-
-def empty_aligned(shape: tuple[int, ...]) -> Array:
-    """An uninitialised float32 array that starts at a multiple of ``ALIGNMENT``."""
-    size = 4 * math.prod(shape)
-    raw = np.empty(size + ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
-    return raw[start : start + size].view(np.float32).reshape(shape)
+    return np.ascontiguousarray(values, dtype=np.float32)

@@ -419,22 +419,3 @@ def test_loader_makes_the_values_of_one_source_once() -> None:
     np.testing.assert_array_equal(made["a"], [[3, 4], [6, 7]])
     assert made["a"] is made["b"]
     assert reader.reads == 1
-
-
-@pytest.mark.parametrize("columns", [None, (0, 5)])
-def test_weights_are_aligned_wherever_the_checkpoint_has_them(
-    columns: tuple[int, int] | None,
-) -> None:
-    class Reader:
-        def read(self, _name, rows=slice(None)):
-            # As in a mapped file: after a header of a multiple of 8 bytes.
-            raw = np.arange(8 + 4 * 63, dtype=np.uint8)[8:]
-            return raw.view(np.float32).reshape(9, 7)[rows]
-
-    sizes = (9, 7 if columns is None else 5)
-    source = FromCheckpoint((Piece("t", columns=columns),))
-    weight = DeclaredWeight("w", DType.float32, sizes, DeviceRef.CPU(), source)
-    (made,) = WeightLoader(Reader()).load({"w": weight}).values()
-    assert made.ctypes.data % 64 == 0
-    assert made.flags.c_contiguous
-    np.testing.assert_array_equal(made, Piece("t", columns=columns).read(Reader()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,6 +43,7 @@ class SafetensorsCheckpoint(Checkpoint):
         super().__init__(path)
         self._config = read_json_object(path / "config.json")
         self._locations = _locate(path)
+        self._maps: dict[Path, mmap.mmap] = {}
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -56,17 +58,23 @@ class SafetensorsCheckpoint(Checkpoint):
     def read(self, name: str, rows: slice = slice(None)) -> npt.NDArray[np.float32]:
         """Reads rows of one tensor; float32 comes as a view of the mapped file."""
         location = self._locations[name]
-        stored = np.memmap(
-            location.file,
-            dtype=_STORED_AS[location.info.encoding],
-            mode="r",
-            offset=location.offset,
-            shape=location.info.shape,
-        )[rows]
+        stored = np.frombuffer(
+            self._map(location.file),
+            _STORED_AS[location.info.encoding],
+            math.prod(location.info.shape),
+            location.offset,
+        ).reshape(location.info.shape)[rows]
         if location.info.encoding == "BF16":
             # bfloat16 is the upper half of a float32.
             return (stored.astype(np.uint32) << 16).view(np.float32)
         return stored.astype(np.float32, copy=False)
+
+    def _map(self, file: Path) -> mmap.mmap:
+        # One map per file for as long as the checkpoint lives; views of it are handed out.
+        if file not in self._maps:
+            with file.open("rb") as stream:
+                self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        return self._maps[file]
 
 
 def _locate(folder: Path) -> dict[str, _Location]:
