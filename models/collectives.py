@@ -6,7 +6,8 @@ devices, which are all the one CPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from max.dtype import DType
@@ -66,38 +67,31 @@ class DeviceCollectives:
 
     def sum_in_replicas(self, xs: Sequence[TensorValue]) -> list[TensorValue]:
         """Every device of a replica gets the sum of the replica's values."""
-        if self._placement.tensor == 1:
-            return list(xs)
-        return [
-            received
-            for group, signals in self._groups(xs)
-            for received in ops.allreduce.sum(list(group), list(signals))
-        ]
+        return self._exchange(xs, ops.allreduce.sum)
 
     def concat_in_replicas(self, xs: Sequence[TensorValue]) -> list[TensorValue]:
         """Every device of a replica gets the replica's values side by side."""
-        if self._placement.tensor == 1:
-            return list(xs)
-        return [
-            received
-            for group, signals in self._groups(xs)
-            for received in ops.allgather(list(group), list(signals), axis=-1)
-        ]
+        return self._exchange(xs, partial(ops.allgather, axis=-1))
 
     def concat_replicas(self, xs: Sequence[TensorValue]) -> TensorValue:
         """The first device gets one value of each replica, one below the other."""
         first = self._placement.devices[0]
         return _concat([x.to(first) for x in xs], axis=0)
 
-    def _groups(
-        self, xs: Sequence[TensorValue]
-    ) -> list[tuple[Sequence[TensorValue], Sequence[BufferValue]]]:
-        assert self._signals is not None, "several devices have signals"
+    def _exchange(
+        self,
+        xs: Sequence[TensorValue],
+        exchange: Callable[[list[TensorValue], list[BufferValue]], list[TensorValue]],
+    ) -> list[TensorValue]:
         size = self._placement.tensor
-        return [
-            (xs[start : start + size], self._signals[start : start + size])
-            for start in range(0, len(xs), size)
-        ]
+        if size == 1:
+            return list(xs)
+        assert self._signals is not None, "several devices have signals"
+        received: list[TensorValue] = []
+        for start in range(0, len(xs), size):
+            group = slice(start, start + size)
+            received += exchange(list(xs[group]), list(self._signals[group]))
+        return received
 
 
 class HostCollectives:
