@@ -6,7 +6,13 @@ import os
 from collections.abc import Sequence
 
 from builder.memory import DeviceShare, WeightItems
-from builder.schema import DeploymentConfig, DeviceKind, Encoding, ModelConfig
+from builder.schema import (
+    DeploymentConfig,
+    DeviceKind,
+    Encoding,
+    ModelConfig,
+    ParallelConfig,
+)
 from models.checkpoints import Checkpoint
 from models.errors import ConfigError
 from models.layers.vocabulary import TOKEN_EMBEDDING
@@ -18,16 +24,6 @@ PAGE_SIZES = (1, 8, 16, 64, 128, 256)
 
 MIN_SLIDING_WINDOW = 128
 """The smallest window that MAX 26.7's CPU attention kernel compiles with."""
-
-
-def check_encoding(model: ModelConfig, deployment: DeploymentConfig) -> None:
-    """The devices compute the encoding."""
-    if deployment.devices.kind is DeviceKind.cpu and model.encoding is not Encoding.float32:
-        raise ConfigError(
-            f"model.encoding: {model.encoding.value} is not computed on the CPU, where MAX's "
-            "kernels are slower in it than in float32\n  what works: model.encoding=float32 "
-            "(a checkpoint in another encoding is converted on load)"
-        )
 
 
 def check_devices(deployment: DeploymentConfig) -> None:
@@ -47,24 +43,32 @@ def check_devices(deployment: DeploymentConfig) -> None:
     for name, degree in degrees.items():
         if degree < 1:
             raise ConfigError(f"deployment.parallel.{name}: {degree} is less than 1")
-    if parallel.expert > 1:
-        raise ConfigError(
-            "deployment.parallel.expert: expert parallelism is not supported yet\n"
-            "  what works: deployment.parallel.expert=1"
-        )
     if parallel.data > 1 and parallel.tensor > 1:
         raise ConfigError(
             f"deployment.parallel.data: {parallel.data} replicas over {parallel.data} x "
             f"tensor={parallel.tensor} devices: each device of a stage needs a replica of its "
             "own\n  what works: data=1, or tensor=1"
         )
-    needed = parallel.tensor * parallel.data * parallel.pipeline
-    if devices.count != needed:
+    shared = parallel.tensor * parallel.data
+    if parallel.expert > 1 and shared not in (1, parallel.expert):
         raise ConfigError(
-            f"deployment.devices.count: {devices.count}, but tensor={parallel.tensor} x "
-            f"data={parallel.data} x pipeline={parallel.pipeline} = {needed}\n"
+            f"deployment.parallel.expert: {parallel.expert}, but tensor={parallel.tensor} x "
+            f"data={parallel.data} = {shared} devices: experts are divided over all devices of a "
+            f"stage\n  what works: expert={shared}, or tensor=1 and data=1"
+        )
+    needed = stage_devices(parallel) * parallel.pipeline
+    if devices.count != needed:
+        names = ("expert",) if parallel.expert > shared else ("tensor", "data")
+        product = " x ".join(f"{name}={degrees[name]}" for name in (*names, "pipeline"))
+        raise ConfigError(
+            f"deployment.devices.count: {devices.count}, but {product} = {needed}\n"
             f"  what works: deployment.devices.count={needed}"
         )
+
+
+def stage_devices(parallel: ParallelConfig) -> int:
+    """How many devices a stage has."""
+    return max(parallel.tensor * parallel.data, parallel.expert)
 
 
 def check_features(deployment: DeploymentConfig) -> None:
@@ -81,31 +85,62 @@ def check_features(deployment: DeploymentConfig) -> None:
 
 
 def check_division(deployment: DeploymentConfig, settings: ModelSettings) -> None:
-    """Heads and columns divide over the devices that share a layer."""
-    tensor = deployment.parallel.tensor
+    """Experts, heads and columns divide over the devices that share a layer."""
+    parallel = deployment.parallel
+    _check_experts(parallel, settings)
+    problem = _undivided(parallel, settings, parallel.tensor)
+    if problem is None:
+        return
     works = [
         degree
         for degree in range(1, settings.num_heads + 1)
-        if settings.num_heads % degree == 0
-        and (settings.num_kv_heads % degree == 0 or degree % settings.num_kv_heads == 0)
-        and settings.intermediate_size % degree == 0
+        if _undivided(parallel, settings, degree) is None
     ]
-    hint = f"\n  what works: deployment.parallel.tensor={' or '.join(map(str, works))}"
+    raise ConfigError(
+        f"deployment.parallel.tensor: {problem}"
+        f"\n  what works: deployment.parallel.tensor={' or '.join(map(str, works))}"
+    )
+
+
+def _check_experts(parallel: ParallelConfig, settings: ModelSettings) -> None:
+    if parallel.expert == 1:
+        return
+    if settings.experts is None:
+        raise ConfigError(
+            f"deployment.parallel.expert: {parallel.expert}, but {settings.family} is dense: it "
+            "has no experts to divide\n  what works: deployment.parallel.expert=1"
+        )
+    count = settings.experts.num_experts
+    if count % parallel.expert:
+        works = [degree for degree in range(1, count + 1) if count % degree == 0]
+        raise ConfigError(
+            f"deployment.parallel.expert: {count} experts do not divide over "
+            f"expert={parallel.expert}\n  what works: deployment.parallel.expert="
+            f"{' or '.join(map(str, works))}"
+        )
+
+
+def _undivided(parallel: ParallelConfig, settings: ModelSettings, tensor: int) -> str | None:
+    """What does not divide over so many devices."""
     if settings.num_heads % tensor:
-        raise ConfigError(
-            f"deployment.parallel.tensor: {settings.num_heads} heads do not divide over "
-            f"tensor={tensor}{hint}"
+        return f"{settings.num_heads} heads do not divide over tensor={tensor}"
+    num_kv_heads = settings.num_kv_heads
+    if settings.latent is None and num_kv_heads % tensor and tensor % num_kv_heads:
+        return (
+            f"{num_kv_heads} key-value heads neither divide over tensor={tensor} nor repeat "
+            "evenly over it"
         )
-    if settings.num_kv_heads % tensor and tensor % settings.num_kv_heads:
-        raise ConfigError(
-            f"deployment.parallel.tensor: {settings.num_kv_heads} key-value heads neither divide "
-            f"over tensor={tensor} nor repeat evenly over it{hint}"
-        )
-    if settings.intermediate_size % tensor:
-        raise ConfigError(
-            f"deployment.parallel.tensor: the feed-forward's {settings.intermediate_size} columns "
-            f"do not divide over tensor={tensor}{hint}"
-        )
+    columns = {}
+    if settings.dense_layers:
+        columns["the feed-forward"] = settings.intermediate_size
+    if settings.experts is not None:
+        columns["the shared experts"] = settings.experts.shared_size
+        if parallel.expert == 1:
+            columns["an expert"] = settings.experts.intermediate_size
+    for name, size in columns.items():
+        if size % tensor:
+            return f"{name}'s {size} columns do not divide over tensor={tensor}"
+    return None
 
 
 def check_stage_layers(
@@ -188,24 +223,50 @@ def check_num_pages(
         )
 
 
-def check_memory(plans: Sequence[tuple[WeightItems, Sequence[DeviceShare]]]) -> None:
-    """What is held at the same time fits the host.
+Held = Sequence[tuple[WeightItems, Sequence[DeviceShare]]]
+"""The weights and devices of each deployment that is held at the same time."""
+
+
+def obstacles(
+    model: ModelConfig, deployment: DeploymentConfig, checkpoint: Checkpoint, held: Held
+) -> tuple[str, ...]:
+    """Why a deployment that can be planned cannot be run on this machine.
 
     Args:
-        plans: The weights and devices of each deployment.
+        model: The model's configuration.
+        deployment: The deployment's configuration.
+        checkpoint: The opened checkpoint.
+        held: What is held at the same time.
     """
+    found = []
+    if not checkpoint.has_weights:
+        found.append(f"model.source: {checkpoint.path} has no *.safetensors file")
+    if deployment.devices.kind is DeviceKind.cpu and model.encoding is not Encoding.float32:
+        found.append(
+            f"model.encoding: {model.encoding.value} is not computed on the CPU, where MAX's "
+            "kernels are slower in it than in float32\n  what works: model.encoding=float32 "
+            "(a checkpoint in another encoding is converted on load)"
+        )
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    weights = sum(items.host for items, _ in plans)
-    pages = sum(share.kv_pages for _, devices in plans for share in devices)
-    if weights + pages <= total:
-        return
-    raise ConfigError(
-        f"deployment: needs {(weights + pages) / 2**30:.1f} GiB, this machine has "
-        f"{total / 2**30:.1f}\n"
-        f"  weights {weights / 2**30:.1f} GiB + KV pages {pages / 2**30:.1f} GiB\n"
-        "  what works: fewer pages, with deployment.kv.num_pages, batch.max_batch_size "
-        "or max_length"
-    )
+    weights = sum(items.host for items, _ in held)
+    pages = sum(share.kv_pages for _, devices in held for share in devices)
+    work = sum(share.workspace for _, devices in held for share in devices)
+    if weights + pages + work > total:
+        found.append(
+            f"deployment: needs {(weights + pages + work) / 2**30:.1f} GiB, this machine has "
+            f"{total / 2**30:.1f}\n"
+            f"  weights {weights / 2**30:.1f} GiB + KV pages {pages / 2**30:.1f} GiB"
+            f" + workspace {work / 2**30:.1f} GiB\n"
+            "  what works: fewer pages, with deployment.kv.num_pages, batch.max_batch_size "
+            "or max_length"
+        )
+    return tuple(found)
+
+
+def check_no_obstacle(found: Sequence[str]) -> None:
+    """The deployment can be run on this machine."""
+    if found:
+        raise ConfigError(found[0])
 
 
 def check_checkpoint(checkpoint: Checkpoint, weights: Sequence[DeclaredWeight]) -> None:

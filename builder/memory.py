@@ -7,10 +7,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from max import tree
+from max.graph import BufferType
 from max.nn.kv_cache import KVCacheParams
 
-from models.checkpoints import TensorInfo
 from models.config import DecoderConfig
 from models.contract import Contract
 from models.layers.vocabulary import EMBED_TOKENS, LM_HEAD
@@ -43,7 +45,13 @@ class DeviceShare:
     """Its key-value heads."""
 
     inner_columns: range
-    """Its columns of the feed-forward."""
+    """Its columns of the dense feed-forward; empty where no layer of the stage has one."""
+
+    experts: range
+    """Its routed experts of each layer; empty where no layer of the stage has any."""
+
+    expert_columns: range
+    """Its columns of each of these experts."""
 
     vocabulary: range
     """Its rows of the embedding table or output projection; empty where it has neither."""
@@ -57,13 +65,27 @@ class DeviceShare:
     kv_pages: int
     """The paged KV cache, the null page included."""
 
+    kv_bytes_per_token: int
+    """What one token takes of them."""
+
     signals: int
     """Signal buffers."""
+
+    exchange: int
+    """The buffers that experts are exchanged through."""
+
+    scratch: int
+    """The workspace that the decoder declares."""
 
     @property
     def total(self) -> int:
         """The sum of the bytes."""
-        return self.weights + self.constants + self.kv_pages + self.signals
+        return self.weights + self.constants + self.kv_pages + self.workspace
+
+    @property
+    def workspace(self) -> int:
+        """Buffers that a step works in."""
+        return self.signals + self.exchange + self.scratch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +132,9 @@ def device_shares(
         inputs = _bytes_by_holder([] if counted else constants)
         counted = counted or bool(constants)
         tables = _table_rows([*weights, *constants])
-        signals = next(field for field in contract.fields if field.name == "signals")
+        experts = settings.experts
+        routed = experts is not None and not experts.layers.isdisjoint(placement.layers)
+        dense = experts is None or not experts.layers.issuperset(placement.layers)
         for holder in range(len(placement.devices)):
             shares.append(
                 DeviceShare(
@@ -121,14 +145,21 @@ def device_shares(
                     layers=placement.layers,
                     heads=placement.heads(settings, holder),
                     kv_heads=placement.kv_heads(settings, holder),
-                    inner_columns=placement.inner_columns(settings, holder),
+                    inner_columns=placement.inner_columns(settings.intermediate_size, holder)
+                    if dense
+                    else range(0),
+                    experts=placement.experts(experts, holder) if experts and routed else range(0),
+                    expert_columns=placement.expert_columns(experts, holder)
+                    if experts and routed
+                    else range(0),
                     vocabulary=tables.get(holder, range(0)),
                     weights=held[holder],
                     constants=inputs[holder],
                     kv_pages=(num_pages + 1) * page_bytes(config),
-                    signals=sum(
-                        int(str(leaf.type.shape[0])) for leaf in signals.leaves[holder : holder + 1]
-                    ),
+                    kv_bytes_per_token=page_bytes(config) // page_size(config),
+                    signals=_buffer_bytes(contract.inputs.signals, holder),
+                    exchange=_buffer_bytes(contract.inputs.ep, holder),
+                    scratch=_buffer_bytes(contract.inputs.scratch, holder),
                 )
             )
     return tuple(shares)
@@ -141,23 +172,44 @@ def page_bytes(config: DecoderConfig) -> int:
     return math.prod(params.shape_per_block) * params.dtype.size_in_bytes
 
 
+def page_size(config: DecoderConfig) -> int:
+    """The tokens of one KV page."""
+    assert isinstance(config.kv_params, KVCacheParams)
+    return config.kv_params.page_size
+
+
 def kv_bytes_per_token(configs: Iterable[DecoderConfig]) -> int:
-    """The bytes of one token in the KV cache of one replica, over all its devices and stages."""
+    """The bytes of one token's keys and values, or latents, in all layers; copies not counted."""
     total = 0
     for config in configs:
-        assert isinstance(config.kv_params, KVCacheParams)
-        total += config.placement.tensor * page_bytes(config) // config.kv_params.page_size
+        settings = config.settings
+        per_layer = (
+            2 * settings.num_kv_heads * settings.head_dim
+            if settings.latent is None
+            else settings.latent.cached_dim
+        )
+        total += len(config.placement.layers) * per_layer * config.dtype.size_in_bytes
     return total
 
 
+def _buffer_bytes(per_device: Any, holder: int) -> int:
+    """The bytes of one device's part of a field that has a tree per device."""
+    if per_device is None:
+        return 0
+    return sum(
+        math.prod(int(dim) for dim in buffer.shape) * buffer.dtype.size_in_bytes
+        for buffer in tree.leaves(per_device[holder], leaf=BufferType)
+    )
+
+
 def weight_items(
-    weights: Iterable[DeclaredWeight], tensors: Mapping[str, TensorInfo]
+    weights: Iterable[DeclaredWeight], shapes: Mapping[str, tuple[int, ...]]
 ) -> WeightItems:
     """Itemises the bytes of weights against the checkpoint they are read from.
 
     Args:
         weights: Every weight and constant of every device.
-        tensors: The checkpoint's tensors.
+        shapes: The shape of each tensor they are read from.
     """
     held: Counter[str] = Counter()
     computed: Counter[str] = Counter()
@@ -170,9 +222,9 @@ def weight_items(
             continue
         for piece in weight.source.pieces:
             itemsize[piece.tensor] = weight.dtype.size_in_bytes
-            shape = piece.shape(tensors[piece.tensor].shape)
+            shape = piece.shape(shapes[piece.tensor])
             held[piece.tensor] += math.prod(shape) * weight.dtype.size_in_bytes
-    once = {name: math.prod(tensors[name].shape) * size for name, size in itemsize.items()}
+    once = {name: math.prod(shapes[name]) * size for name, size in itemsize.items()}
     replicated: Counter[str] = Counter()
     for name, total in held.items():
         replicated[_kind(name)] += total - once[name]

@@ -83,6 +83,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "num_pages": plan.num_pages,
         "kv_bytes_per_token": plan.kv_bytes_per_token,
         "devices": [{**as_json(share), "total": share.total} for share in plan.devices],
+        "obstacles": list(plan.obstacles),
         "weights": {**as_json(plan.weights), "total": plan.weights.total},
     }
 
@@ -97,6 +98,8 @@ def as_json(value: Any) -> Any:
         return {"start": value.start, "stop": value.stop}
     if isinstance(value, Mapping):
         return {key: as_json(item) for key, item in value.items()}
+    if isinstance(value, frozenset):
+        return sorted(value)
     if isinstance(value, list | tuple):
         return [as_json(item) for item in value]
     return value
@@ -222,18 +225,18 @@ def _span(name: str, numbers: range) -> str:
 def print_placement(plan: Plan, out: Console) -> None:
     """Prints what each device holds, and where the bytes of the weights come from."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("device", "stage", "replica", "rank"):
+    numbers, ranges, sizes = _placement_columns(plan)
+    for heading in numbers:
         table.add_column(heading, justify="right")
-    for heading in ("layers", "heads", "KV heads", "columns", "vocabulary"):
+    for heading in ranges:
         table.add_column(heading)
-    for heading in ("weights", "constants", "KV pages", "total"):
+    for heading in sizes:
         table.add_column(heading, justify="right")
     for share in plan.devices:
-        ranges = (share.layers, share.heads, share.kv_heads, share.inner_columns, share.vocabulary)
         table.add_row(
-            *(str(n) for n in (share.device, share.stage, share.replica, share.rank)),
-            *(f"{r.start}-{r.stop - 1}" if r else "-" for r in ranges),
-            *map(human_bytes, (share.weights, share.constants, share.kv_pages, share.total)),
+            *(str(getattr(share, name)) for name in numbers.values()),
+            *(_ends(getattr(share, name)) for name in ranges.values()),
+            *(human_bytes(getattr(share, name)) for name in sizes.values()),
         )
     out.print(table)
     items = plan.weights
@@ -247,3 +250,33 @@ def print_placement(plan: Plan, out: Console) -> None:
         f"{human_bytes(plan.kv_bytes_per_token)} per token; "
         f"sequences of up to {plan.max_length} tokens"
     )
+    for obstacle in plan.obstacles:
+        out.print(f"cannot be run on this machine: {obstacle}", style="yellow")
+
+
+def _placement_columns(plan: Plan) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
+    """The headings of numbers, ranges and bytes, and what of a share they show."""
+    experts = plan.settings.experts is not None
+    constants = any(share.constants for share in plan.devices)
+    workspace = any(share.exchange or share.scratch for share in plan.devices)
+    numbers = {name: name for name in ("device", "stage", "replica", "rank")}
+    ranges = {
+        "layers": "layers",
+        "heads": "heads",
+        "KV heads": "kv_heads",
+        "columns": "inner_columns",
+        **({"experts": "experts", "their columns": "expert_columns"} if experts else {}),
+        "vocabulary": "vocabulary",
+    }
+    sizes = {
+        "weights": "weights",
+        **({"constants": "constants"} if constants else {}),
+        "KV pages": "kv_pages",
+        **({"workspace": "workspace"} if workspace else {}),
+        "total": "total",
+    }
+    return numbers, ranges, sizes
+
+
+def _ends(held: range) -> str:
+    return f"{held.start}-{held.stop - 1}" if held else "-"

@@ -21,7 +21,7 @@ from builder.memory import (
     kv_bytes_per_token,
     weight_items,
 )
-from builder.schema import DeploymentConfig, Logits, ModelConfig
+from builder.schema import DeploymentConfig, Encoding, Logits, ModelConfig
 from models.checkpoints import Checkpoint
 from models.collectives import signal_bytes
 from models.config import Declarations, DecoderConfig
@@ -31,12 +31,17 @@ from models.decoder import (
     boundary_types,
     constant_weights,
     reads_token_embedding,
+    scratch_types,
 )
-from models.kv_cache import HostMHAKVCacheParams
+from models.exchange import exchange_types
+from models.kv_cache import kv_cache_params
 from models.layers.vocabulary import TOKEN_EMBEDDING
 from models.placement import Placement, even_counts, split_layers
 from models.settings import ModelSettings
-from models.weights import declared_weights
+from models.weights import declared_weights, expected_shapes
+
+DTYPES = {Encoding.float32: DType.float32, Encoding.bfloat16: DType.bfloat16}
+"""What weights, activations and the KV cache are in, per encoding."""
 
 DEFAULT_MAX_LENGTH = 2048
 """The longest sequence where neither the deployment nor the model asks for less."""
@@ -84,6 +89,9 @@ class Plan:
     limits: Mapping[str, int]
     """The largest value of each symbolic dimension of the contract."""
 
+    obstacles: tuple[str, ...]
+    """Why it can be planned but not run on this machine; empty where it runs."""
+
     @property
     def settings(self) -> ModelSettings:
         """The model's settings."""
@@ -96,7 +104,7 @@ class Plan:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes that one token takes in the KV cache of one replica."""
+        """Bytes that one token's keys and values, or latents, take; copies not counted."""
         return kv_bytes_per_token(stage.config for stage in self.stages)
 
 
@@ -119,7 +127,6 @@ def resolve(
     """
     settings = checkpoint.settings
     logits = ReturnLogits((deployment.return_logits or needed_logits).value)
-    checks.check_encoding(model, deployment)
     checks.check_devices(deployment)
     checks.check_features(deployment)
     checks.check_division(deployment, settings)
@@ -129,7 +136,9 @@ def resolve(
     num_pages = _num_pages(deployment, max_length)
     stages, weights, constants = [], [], []
     for placement in _placements(deployment, settings):
-        config = _decoder_config(deployment, settings, placement, max_length, logits)
+        config = _decoder_config(
+            deployment, settings, placement, DTYPES[model.encoding], max_length, num_pages, logits
+        )
         decoder = CausalDecoder(config)
         stages.append(Stage(config=config, contract=decoder.contract))
         weights.append(declared_weights(decoder))
@@ -137,7 +146,8 @@ def resolve(
     every = [w for named in weights for w in named.values()]
     # Stages share a constant's buffers: the ones of the first that takes it.
     shared = next((shards for shards in constants if shards), [])
-    checks.check_checkpoint(checkpoint, [*every, *shared])
+    if checkpoint.has_weights:
+        checks.check_checkpoint(checkpoint, [*every, *shared])
     devices = device_shares(
         [
             (stage.config, stage.contract, named.values(), held)
@@ -145,8 +155,7 @@ def resolve(
         ],
         num_pages,
     )
-    items = weight_items([*every, *shared], checkpoint.tensors)
-    checks.check_memory([(items, devices)])
+    items = weight_items([*every, *shared], expected_shapes([*every, *shared]))
     return Plan(
         model=model,
         deployment=deployment,
@@ -157,6 +166,7 @@ def resolve(
         devices=devices,
         weights=items,
         limits=_limits(deployment, num_pages, max_length),
+        obstacles=checks.obstacles(model, deployment, checkpoint, [(items, devices)]),
     )
 
 
@@ -167,9 +177,10 @@ def _placements(deployment: DeploymentConfig, settings: ModelSettings) -> list[P
     return [
         Placement(
             # Simulated devices are all the one CPU.
-            devices=(DeviceRef.CPU(),) * (parallel.tensor * parallel.data),
+            devices=(DeviceRef.CPU(),) * checks.stage_devices(parallel),
             tensor=parallel.tensor,
             data=parallel.data,
+            expert=parallel.expert,
             layers=layers,
             stage=stage,
             num_stages=parallel.pipeline,
@@ -182,19 +193,14 @@ def _decoder_config(
     deployment: DeploymentConfig,
     settings: ModelSettings,
     placement: Placement,
+    dtype: DType,
     max_length: int,
+    num_pages: int,
     return_logits: ReturnLogits,
 ) -> DecoderConfig:
-    kv_params = HostMHAKVCacheParams(
-        dtype=DType.float32,
-        n_kv_heads=settings.num_kv_heads,
-        head_dim=settings.head_dim,
-        num_layers=len(placement.layers),
-        page_size=deployment.kv.page_size,
-        devices=list(placement.devices),
-        data_parallel_degree=placement.data,
-        allow_kv_head_replication=True,
-    )
+    page_size = deployment.kv.page_size
+    batch = deployment.batch
+    pages = min(num_pages, batch.max_batch_size * _pages_per_sequence(deployment, max_length))
     constants = tuple(
         name
         for name in deployment.constants
@@ -203,9 +209,11 @@ def _decoder_config(
     config = DecoderConfig(
         settings=settings,
         placement=placement,
-        dtype=DType.float32,
-        kv_params=kv_params,
+        dtype=dtype,
+        kv_params=kv_cache_params(settings, placement, dtype, page_size),
         max_seq_len=max_length,
+        max_batch_input_tokens=batch.max_batch_input_tokens,
+        max_context_length=pages * page_size,
         return_logits=return_logits,
         constants=constants,
     )
@@ -213,6 +221,9 @@ def _decoder_config(
         config,
         declarations=Declarations(
             signal_bytes=signal_bytes(placement),
+            takes_batch_context_lengths=settings.latent is not None,
+            ep=_exchange_types(config),
+            scratch=scratch_types(config),
             constants={
                 name: tuple(weight.input_type for weight in shards)
                 for name, shards in constant_weights(config).items()
@@ -221,6 +232,15 @@ def _decoder_config(
             stage_boundary=None if placement.is_first else boundary_types(config),
         ),
     )
+
+
+def _exchange_types(config: DecoderConfig) -> object:
+    experts, placement = config.settings.experts, config.placement
+    if placement.expert == 1:
+        return None
+    assert experts is not None, "expert parallelism of a dense model is refused"
+    hidden = config.settings.hidden_size
+    return exchange_types(experts, placement, hidden, config.max_batch_input_tokens)
 
 
 def _max_length(deployment: DeploymentConfig, settings: ModelSettings) -> int:
@@ -233,12 +253,16 @@ def _max_length(deployment: DeploymentConfig, settings: ModelSettings) -> int:
 
 def _num_pages(deployment: DeploymentConfig, max_length: int) -> int:
     checks.check_page_size(deployment)
-    per_sequence = -(-max_length // deployment.kv.page_size)
+    per_sequence = _pages_per_sequence(deployment, max_length)
     asked = deployment.kv.num_pages
     if asked is None:
         return deployment.batch.max_batch_size * per_sequence
     checks.check_num_pages(deployment, asked, per_sequence, max_length)
     return asked
+
+
+def _pages_per_sequence(deployment: DeploymentConfig, max_length: int) -> int:
+    return -(-max_length // deployment.kv.page_size)
 
 
 def _limits(deployment: DeploymentConfig, num_pages: int, max_length: int) -> dict[str, int]:
@@ -250,6 +274,6 @@ def _limits(deployment: DeploymentConfig, num_pages: int, max_length: int) -> di
     }
     for replica in range(replicas):
         limits[f"replica_{replica}_batch_size"] = batch.max_batch_size
-        limits[f"replica_{replica}_max_num_pages"] = -(-max_length // deployment.kv.page_size)
+        limits[f"replica_{replica}_max_num_pages"] = _pages_per_sequence(deployment, max_length)
         limits[f"replica_{replica}_seq_len"] = batch.max_batch_input_tokens
     return limits

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from builder.checks import check_no_obstacle
 from builder.interrupt import Interrupts
 from builder.job import JobFolder
 from builder.report import contract_json, plan_json
@@ -61,15 +62,21 @@ class Job:
             yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
-    def plan(self, needed_logits: Logits = Logits.last_token) -> Plan:
+    def plan(self, needed_logits: Logits = Logits.last_token, *, only_plan: bool = False) -> Plan:
         """Steps 1 and 2: fetches what is missing, resolves, and writes plan and contract.
 
         Args:
             needed_logits: What the graph returns where the deployment does not say.
+            only_plan: Whether a deployment may be planned that this machine cannot run.
+
+        Raises:
+            ConfigError: If it can't be planned, or has to run and can't.
         """
         with self.step("resolve"):
             checkpoint = open_checkpoint(fetch(self.config.model))
             plan = resolve(self.config.model, self.config.deployment, checkpoint, needed_logits)
+            if not only_plan:
+                check_no_obstacle(plan.obstacles)
         self.folder.write_json("plan.json", plan_json(plan))
         self.folder.write_json("contract.json", contract_json(plan))
         return plan

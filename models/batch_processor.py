@@ -9,9 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 from max import tree
 from max.driver import Buffer, Device
-from max.engine import InferenceSession
 from max.graph import BufferType, DeviceRef, TensorType
-from max.nn.kv_cache import KVCacheInputs, KVCacheParamInterface
+from max.nn.kv_cache import KVCacheInputs, KVCacheParamInterface, KVCacheParams
 from max.nn.transformer import ReturnHiddenStates, ReturnLogits
 from max.pipelines.context import TextContext
 from max.pipelines.lib.graph_specs import GraphRole
@@ -25,6 +24,7 @@ from max.pipelines.lib.interfaces.pipeline_model import ModelInputs, ModelOutput
 
 from models.config import DecoderConfig
 from models.contract import resolve_contract
+from models.exchange import ExpertParallelExchange
 from models.role_contracts import DecoderInputs, DecoderOutputs
 
 
@@ -43,22 +43,6 @@ class DecoderArchConfig(Protocol):
 
     def get_max_seq_len(self) -> int:
         """The longest sequence served."""
-        ...
-
-
-class ExpertParallelExchange(Protocol):
-    """Sets up and describes the buffers that experts are exchanged through."""
-
-    def input_tree(self) -> Any:
-        """The tree of types of the decoder's ``ep`` inputs."""
-        ...
-
-    def initialize(self, session: InferenceSession) -> None:
-        """Allocates the buffers with the session that runs the decoder."""
-        ...
-
-    def model_inputs(self) -> Any:
-        """The buffers, in ``input_tree()``'s structure."""
         ...
 
 
@@ -129,7 +113,7 @@ class GraphApiDecoderBatchProcessor(
         """Receives the inputs that are the same buffers every step.
 
         Args:
-            per_stage: Each stage's, by field: signals and constants.
+            per_stage: Each stage's, by field: signals, constants and scratch.
         """
         self._lasting = tuple(per_stage)
 
@@ -180,15 +164,20 @@ class GraphApiDecoderBatchProcessor(
             "return_n_logits": self._one
             if return_n_logits == 1
             else Buffer.from_numpy(np.array([return_n_logits], np.int64)),
-            "ep": None if self._ep is None else self._ep.model_inputs(),
         }
         if len(replica_batches) > 1:
             ends = np.cumsum([0, *map(len, replica_batches)], dtype=np.int64)
             shared["host_input_row_offsets"] = offsets
             shared["data_parallel_splits"] = Buffer.from_numpy(ends)
         stages = tuple(
-            DecoderInputs(**shared, kv=_stage_kv(kv_cache_inputs, config), **lasting)
-            for config, lasting in zip(self._stages, self._lasting, strict=True)
+            DecoderInputs(
+                **shared,
+                kv=_stage_kv(kv_cache_inputs, config),
+                batch_context_lengths=_context_lengths(config, replica_batches),
+                ep=None if self._ep is None else self._ep.model_inputs(stage),
+                **lasting,
+            )
+            for stage, (config, lasting) in enumerate(zip(self._stages, self._lasting, strict=True))
         )
         return GraphApiDecoderModelInputs(kv_cache_inputs=kv_cache_inputs, stages=stages)
 
@@ -220,6 +209,31 @@ class GraphApiDecoderBatchProcessor(
             logit_offsets=named.logit_offsets,
             hidden_states=named.hidden_states,
         )
+
+
+def _context_lengths(
+    config: DecoderConfig, replica_batches: Sequence[Sequence[TextContext]]
+) -> tuple[Buffer, ...] | None:
+    """Each replica's context with this step's tokens, each sequence's rounded up to whole pages."""
+    declared = config.declarations
+    if not declared.takes_batch_context_lengths:
+        return None
+    assert isinstance(config.kv_params, KVCacheParams)
+    size = config.kv_params.page_size
+    lengths = [
+        sum(-(-context.tokens.current_position // size) * size for context in batch)
+        for batch in replica_batches
+    ]
+    dtype = declared.device_context_length_dtype
+    if dtype is None:
+        return tuple(Buffer.from_numpy(np.array([length], np.int32)) for length in lengths)
+    placement = config.placement
+    return tuple(
+        Buffer.from_numpy(np.array([lengths[placement.replica(holder)]], dtype.to_numpy())).to(
+            device.to_device()
+        )
+        for holder, device in enumerate(placement.devices)
+    )
 
 
 def _stage_kv(inputs: Any, config: DecoderConfig) -> Any:

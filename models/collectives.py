@@ -24,11 +24,15 @@ class Collectives(Protocol):
     """Exchanges between the devices of a stage; values come and go one per device."""
 
     def sum_in_replicas(self, xs: Sequence[TensorValue]) -> list[TensorValue]:
-        """Every device of a replica gets the sum of the replica's values."""
+        """Every device gets the sum of the values of those that share its layers' weights."""
         ...
 
     def concat_in_replicas(self, xs: Sequence[TensorValue]) -> list[TensorValue]:
-        """Every device of a replica gets the replica's values side by side (last dimension)."""
+        """Every device gets the values of the same devices side by side (last dimension)."""
+        ...
+
+    def stack_in_replicas(self, xs: Sequence[TensorValue]) -> list[TensorValue]:
+        """Every device of a replica gets the values of all its devices, one below the other."""
         ...
 
     def concat_replicas(self, xs: Sequence[TensorValue]) -> TensorValue:
@@ -66,12 +70,16 @@ class DeviceCollectives:
         self._signals = signals
 
     def sum_in_replicas(self, xs: Sequence[TensorValue]) -> list[TensorValue]:
-        """Every device of a replica gets the sum of the replica's values."""
-        return self._exchange(xs, ops.allreduce.sum)
+        """Every device gets the sum of the values of those that share its layers' weights."""
+        return self._exchange(xs, self._placement.tensor, ops.allreduce.sum)
 
     def concat_in_replicas(self, xs: Sequence[TensorValue]) -> list[TensorValue]:
-        """Every device of a replica gets the replica's values side by side."""
-        return self._exchange(xs, partial(ops.allgather, axis=-1))
+        """Every device gets the values of the same devices side by side."""
+        return self._exchange(xs, self._placement.tensor, partial(ops.allgather, axis=-1))
+
+    def stack_in_replicas(self, xs: Sequence[TensorValue]) -> list[TensorValue]:
+        """Every device of a replica gets the values of all its devices, one below the other."""
+        return self._exchange(xs, self._placement.group, partial(ops.allgather, axis=0))
 
     def concat_replicas(self, xs: Sequence[TensorValue]) -> TensorValue:
         """The first device gets one value of each replica, one below the other."""
@@ -81,9 +89,9 @@ class DeviceCollectives:
     def _exchange(
         self,
         xs: Sequence[TensorValue],
+        size: int,
         exchange: Callable[[list[TensorValue], list[BufferValue]], list[TensorValue]],
     ) -> list[TensorValue]:
-        size = self._placement.tensor
         if size == 1:
             return list(xs)
         assert self._signals is not None, "several devices have signals"
@@ -115,26 +123,29 @@ class HostCollectives:
         )
 
     def sum_in_replicas(self, xs: Sequence[TensorValue]) -> list[TensorValue]:
-        """Every device of a replica gets the sum of the replica's values."""
-        return self._share([_sum(group) for group in self._groups(xs)])
+        """Every device gets the sum of the values of those that share its layers' weights."""
+        return self._exchange(xs, self._placement.tensor, _sum)
 
     def concat_in_replicas(self, xs: Sequence[TensorValue]) -> list[TensorValue]:
-        """Every device of a replica gets the replica's values side by side."""
-        return self._share([_concat(group, axis=-1) for group in self._groups(xs)])
+        """Every device gets the values of the same devices side by side."""
+        return self._exchange(xs, self._placement.tensor, partial(_concat, axis=-1))
+
+    def stack_in_replicas(self, xs: Sequence[TensorValue]) -> list[TensorValue]:
+        """Every device of a replica gets the values of all its devices, one below the other."""
+        return self._exchange(xs, self._placement.group, partial(_concat, axis=0))
 
     def concat_replicas(self, xs: Sequence[TensorValue]) -> TensorValue:
         """The first device gets one value of each replica, one below the other."""
         return self._receive(_concat(xs, axis=0), 0)
 
-    def _groups(self, xs: Sequence[TensorValue]) -> list[Sequence[TensorValue]]:
-        size = self._placement.tensor
-        return [xs[start : start + size] for start in range(0, len(xs), size)]
-
-    def _share(self, per_replica: Sequence[TensorValue]) -> list[TensorValue]:
-        return [
-            self._receive(per_replica[self._placement.replica(device)], device)
-            for device in range(len(self._placement.devices))
-        ]
+    def _exchange(
+        self,
+        xs: Sequence[TensorValue],
+        size: int,
+        exchange: Callable[[Sequence[TensorValue]], TensorValue],
+    ) -> list[TensorValue]:
+        groups = [exchange(xs[start : start + size]) for start in range(0, len(xs), size)]
+        return [self._receive(groups[device // size], device) for device in range(len(xs))]
 
     def _receive(self, x: TensorValue, device: int) -> TensorValue:
         if self._flags is None:

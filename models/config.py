@@ -76,6 +76,12 @@ class DecoderConfig:
     max_seq_len: int
     """The longest sequence served, prompt and continuation, in tokens."""
 
+    max_batch_input_tokens: int = 512
+    """The most tokens of one replica's step."""
+
+    max_context_length: int = 0
+    """The most tokens that a replica's pages hold."""
+
     return_logits: ReturnLogits = ReturnLogits.LAST_TOKEN
     """Which logits the graph returns."""
 

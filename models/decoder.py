@@ -8,15 +8,18 @@ from typing import ClassVar
 
 from max import tree
 from max.dtype import DType
-from max.graph import BufferValue, TensorType, TensorValue, ops
+from max.graph import BufferType, BufferValue, DeviceRef, TensorType, TensorValue, ops
 from max.nn.data_parallelism import split_batch_replicated
 from max.nn.kv_cache import KVCacheInputsPerDevice
 from max.nn.layer import LayerList, Module
 
 from models.collectives import Collectives, collectives_for
 from models.config import DecoderConfig
+from models.exchange import Exchange, HostExchange
 from models.graph_api import GraphApiModule
 from models.layers.attention import Attention
+from models.layers.experts import MixtureOfExperts
+from models.layers.latent_attention import LatentAttention, workspace_types
 from models.layers.mlp import MLP
 from models.layers.norm import ReplicatedRMSNorm
 from models.layers.rope import RopeTable, rope_table
@@ -50,18 +53,37 @@ class DecoderLayer(Module):
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
         self.input_norm = ReplicatedRMSNorm(config, f"layers.{layer}.input_layernorm.weight")
-        self.self_attn = Attention(config, layer)
+        self.self_attn = _mixer(config, layer)
         self.post_attention_norm = ReplicatedRMSNorm(
             config, f"layers.{layer}.post_attention_layernorm.weight"
         )
-        self.mlp = MLP(config, layer)
+        self.feed_forward = _feed_forward(config, layer)
 
     def __call__(
-        self, xs: Sequence[TensorValue], steps: Sequence[Step], collectives: Collectives
+        self,
+        xs: Sequence[TensorValue],
+        steps: Sequence[Step],
+        collectives: Collectives,
+        exchange: Exchange | None,
     ) -> list[TensorValue]:
         """Per device [tokens, hidden] to [tokens, hidden]."""
         xs = _add(xs, self.self_attn(self.input_norm(xs), steps, collectives))
-        return _add(xs, self.mlp(self.post_attention_norm(xs), collectives))
+        normed = self.post_attention_norm(xs)
+        if isinstance(self.feed_forward, MixtureOfExperts):
+            return _add(xs, self.feed_forward(normed, collectives, exchange))
+        return _add(xs, self.feed_forward(normed, collectives))
+
+
+def _mixer(config: DecoderConfig, layer: int) -> Attention | LatentAttention:
+    latent = config.settings.latent
+    return Attention(config, layer) if latent is None else LatentAttention(config, latent, layer)
+
+
+def _feed_forward(config: DecoderConfig, layer: int) -> MLP | MixtureOfExperts:
+    experts = config.settings.experts
+    if experts is None or layer not in experts.layers:
+        return MLP(config, f"layers.{layer}.mlp", config.settings.intermediate_size)
+    return MixtureOfExperts(config, experts, layer)
 
 
 class CausalDecoder(GraphApiModule):
@@ -77,7 +99,9 @@ class CausalDecoder(GraphApiModule):
         super().__init__(config)
         settings, placement = config.settings, config.placement
         holders = range(len(placement.devices))
-        table = Computed(partial(rope_table, settings.rope, settings.head_dim, config.max_seq_len))
+        table = Computed(
+            partial(rope_table, settings.rope, settings.rotary_dim, config.max_seq_len)
+        )
         self.rope = LayerList([RopeTable(config, holder, table) for holder in holders])
         if placement.is_first and not _is_constant(config):
             self.embed_tokens = LayerList(
@@ -107,11 +131,11 @@ class CausalDecoder(GraphApiModule):
         placement = self.config.placement
         collectives = collectives_for(placement, inputs.signals)
         tokens, offsets = self._split(inputs)
-        caches = tree.leaves(inputs.kv, leaf=KVCacheInputsPerDevice)
-        steps = [
-            Step(rows, cache, table())
-            for rows, cache, table in zip(offsets, caches, self.rope, strict=True)
-        ]
+        steps = self._steps(inputs, offsets)
+        exchange = None
+        if inputs.ep is not None:
+            assert self.config.settings.experts is not None
+            exchange = HostExchange(self.config.settings.experts, placement, inputs.ep)
         if placement.is_first:
             xs = embed(self.config, self._embedding_tables(inputs), tokens, collectives)
         else:
@@ -119,9 +143,9 @@ class CausalDecoder(GraphApiModule):
         if not placement.is_last:
             xs = [_poisoned(x, inputs.return_n_logits, 1) for x in xs]
         for layer in self.layers:
-            xs = layer(xs, steps, collectives)
+            xs = layer(xs, steps, collectives, exchange)
         if not placement.is_last:
-            return tuple(xs[:: placement.tensor])
+            return tuple(xs[device] for device in placement.firsts)
         return self.head(
             xs,
             self._output_tables(inputs),
@@ -130,6 +154,26 @@ class CausalDecoder(GraphApiModule):
             inputs.return_n_logits,
             collectives,
         )
+
+    def _steps(
+        self,
+        inputs: DecoderInputs[TensorValue, BufferValue],
+        offsets: Sequence[TensorValue],
+    ) -> list[Step]:
+        """Per device, what every layer of this step shares."""
+        placement = self.config.placement
+        caches = tree.leaves(inputs.kv, leaf=KVCacheInputsPerDevice)
+        lengths = inputs.batch_context_lengths
+        per_device = self.config.declarations.device_context_length_dtype is not None
+        steps = []
+        for holder, (rows, cache, table) in enumerate(zip(offsets, caches, self.rope, strict=True)):
+            length = None
+            if lengths is not None:
+                length = lengths[holder if per_device else placement.replica(holder)]
+                length = ops.cast(length.to(DeviceRef.CPU()), DType.int32)
+            workspace = None if inputs.scratch is None else inputs.scratch[holder]
+            steps.append(Step(rows, cache, table(), length, workspace))
+        return steps
 
     def _split(
         self, inputs: DecoderInputs[TensorValue, BufferValue]
@@ -149,7 +193,7 @@ class CausalDecoder(GraphApiModule):
             ops.cast(inputs.host_input_row_offsets, DType.int64),
             inputs.data_parallel_splits,
             prefix="replica",
-            group_size=placement.tensor,
+            group_size=placement.group,
         )
 
     def _embedding_tables(
@@ -204,7 +248,7 @@ def boundary_types(config: DecoderConfig) -> tuple[TensorType, ...]:
     )
     return tuple(
         TensorType(config.dtype, [dim, hidden], device)
-        for dim, device in zip(dims, placement.devices[:: placement.tensor], strict=True)
+        for dim, device in zip(dims, placement.devices[:: placement.group], strict=True)
     )
 
 
@@ -219,6 +263,12 @@ def constant_weights(config: DecoderConfig) -> dict[str, tuple[DeclaredWeight, .
     return {TOKEN_EMBEDDING: tuple(declare_table(config, EMBED_TOKENS, h) for h in holders)}
 
 
+def scratch_types(config: DecoderConfig) -> tuple[BufferType, ...] | None:
+    """The workspace that a stage's layers declare, one buffer per device."""
+    latent = config.settings.latent
+    return None if latent is None else workspace_types(config, latent)
+
+
 def reads_token_embedding(settings: ModelSettings, placement: Placement) -> bool:
     """Whether a stage reads the token embedding table."""
     return placement.is_first or (placement.is_last and settings.tie_word_embeddings)
@@ -230,8 +280,8 @@ def _is_constant(config: DecoderConfig) -> bool:
 
 def _projecting(placement: Placement, settings: ModelSettings) -> Sequence[int]:
     """The devices that hold output rows: all where they are divided, else each replica's first."""
-    step = 1 if placement.splits_vocabulary(settings) else placement.tensor
-    return range(0, len(placement.devices), step)
+    every = range(len(placement.devices))
+    return every if placement.splits_vocabulary(settings) else placement.firsts
 
 
 def _add(xs: Sequence[TensorValue], ys: Sequence[TensorValue]) -> list[TensorValue]:

@@ -2,12 +2,57 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-import numpy as np
 from max.driver import Buffer
-from max.nn.kv_cache import MHAKVCacheParams
+from max.dtype import DType
+from max.graph import BufferType, TensorType
+from max.nn.kv_cache import (
+    KVCacheInputsPerDevice,
+    KVCacheParams,
+    MHAKVCacheParams,
+    MLAKVCacheParams,
+)
 from max.nn.kv_cache.cache_params import KVCacheBuffer
+
+from models.buffers import zeroed
+from models.placement import Placement
+from models.settings import ModelSettings
+
+
+def kv_cache_params(
+    settings: ModelSettings, placement: Placement, dtype: DType, page_size: int
+) -> KVCacheParams:
+    """The KV cache of a stage's layers.
+
+    Args:
+        settings: The model.
+        placement: The stage's devices and layers.
+        dtype: The dtype of what is cached.
+        page_size: Tokens of a page.
+    """
+    shared: dict[str, Any] = {
+        "dtype": dtype,
+        "num_layers": len(placement.layers),
+        "page_size": page_size,
+        "devices": list(placement.devices),
+        "data_parallel_degree": placement.data,
+    }
+    # MAX divides heads over all devices of a replica; where each of them has all, it is given more.
+    copies = placement.group // placement.tensor
+    if settings.latent is not None:
+        return HostMLAKVCacheParams(
+            **shared,
+            head_dim=settings.latent.cached_dim,
+            num_q_heads=settings.num_heads * copies,
+        )
+    return HostMHAKVCacheParams(
+        **shared,
+        head_dim=settings.head_dim,
+        n_kv_heads=settings.num_kv_heads * copies,
+        allow_kv_head_replication=True,
+    )
 
 
 @dataclass(kw_only=True)
@@ -24,14 +69,45 @@ class HostMHAKVCacheParams(MHAKVCacheParams):
         Args:
             total_num_pages: Pages per replica, the null page included.
         """
-        shape = (total_num_pages, *self.shape_per_block)
-        dtype = self.dtype.to_numpy()
-        return [
-            KVCacheBuffer(
-                leaf_id=self.leaf_id(_prefix),
-                values=[Buffer.from_numpy(np.zeros(shape, dtype)) for _ in devices],
-                scales=None,
-                replicates_kv_across_tp=self.replicates_kv_across_tp,
-            )
-            for devices in self.devices_per_replica
-        ]
+        return _lazily_zeroed(self, total_num_pages, _prefix)
+
+
+@dataclass(kw_only=True)
+class HostMLAKVCacheParams(MLAKVCacheParams):
+    """The same of latents, without the inputs that only accelerators' kernels read."""
+
+    def allocate_buffers(self, total_num_pages: int, _prefix: str = "") -> list[KVCacheBuffer]:
+        """One zeroed pool per device, grouped by replica.
+
+        Args:
+            total_num_pages: Pages per replica, the null page included.
+        """
+        return _lazily_zeroed(self, total_num_pages, _prefix)
+
+    def _get_symbolic_inputs_for_replica(
+        self, *args: Any, **kwargs: Any
+    ) -> list[KVCacheInputsPerDevice[TensorType, BufferType]]:
+        inputs = super()._get_symbolic_inputs_for_replica(*args, **kwargs)
+        return [_without_dispatch(device) for device in inputs]
+
+    def _build_kvcache_inputs_per_device(
+        self, *args: Any, **kwargs: Any
+    ) -> KVCacheInputsPerDevice[Buffer, Buffer]:
+        return _without_dispatch(super()._build_kvcache_inputs_per_device(*args, **kwargs))
+
+
+def _without_dispatch(inputs: Any) -> Any:
+    return replace(inputs, attention_dispatch_metadata=None, mla_num_partitions=None)
+
+
+def _lazily_zeroed(params: KVCacheParams, total_num_pages: int, prefix: str) -> list[KVCacheBuffer]:
+    shape = (total_num_pages, *params.shape_per_block)
+    return [
+        KVCacheBuffer(
+            leaf_id=params.leaf_id(prefix),
+            values=[zeroed(BufferType(params.dtype, shape, device)) for device in devices],
+            scales=None,
+            replicates_kv_across_tp=params.replicates_kv_across_tp,
+        )
+        for devices in params.devices_per_replica
+    ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from max.graph import DeviceRef
 
-from models.settings import ModelSettings
+from models.settings import ExpertSettings, ModelSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +15,9 @@ class Placement:
     """The devices of one pipeline stage and what each holds.
 
     Devices are replica-major: device ``d`` is tensor rank ``d % tensor`` of replica
-    ``d // tensor``. Ranges are of the whole model's heads, columns, rows and layers.
+    ``d // group``. A replica's devices share its weights (tensor parallel), or, where only experts
+    are divided, each has all the others. Ranges are of the whole model's heads, columns, rows,
+    experts and layers.
     """
 
     devices: tuple[DeviceRef, ...]
@@ -27,6 +29,9 @@ class Placement:
     data: int = 1
     """Replicas, each with sequences and KV pages of its own."""
 
+    expert: int = 1
+    """Devices that routed experts are divided over: 1, or all of the stage's."""
+
     layers: range
     """The layers this stage computes, by their index in the model."""
 
@@ -37,7 +42,11 @@ class Placement:
     """How many stages the model is split into."""
 
     def __post_init__(self) -> None:
-        assert len(self.devices) == self.tensor * self.data, "devices = tensor x data"
+        assert self.expert in (1, len(self.devices)), "experts are divided over all devices"
+        assert self.tensor * self.data in (
+            len(self.devices),
+            1 if self.expert > 1 else len(self.devices),
+        ), "devices = tensor x data, or those of the experts"
 
     @property
     def is_first(self) -> bool:
@@ -49,13 +58,23 @@ class Placement:
         """Whether this stage returns logits."""
         return self.stage == self.num_stages - 1
 
+    @property
+    def group(self) -> int:
+        """Devices of one replica."""
+        return len(self.devices) // self.data
+
+    @property
+    def firsts(self) -> range:
+        """Each replica's first device."""
+        return range(0, len(self.devices), self.group)
+
     def rank(self, device: int) -> int:
         """A device's position among those that share its replica's weights."""
         return device % self.tensor
 
     def replica(self, device: int) -> int:
         """The replica that a device serves."""
-        return device // self.tensor
+        return device // self.group
 
     def heads(self, settings: ModelSettings, device: int) -> range:
         """The query heads a device computes."""
@@ -64,17 +83,28 @@ class Placement:
     def kv_heads(self, settings: ModelSettings, device: int) -> range:
         """The key-value heads a device holds; one that others hold too, where tensor exceeds them.
 
-        Query heads ``h`` read key-value head ``h // (num_heads / num_kv_heads)``, so the heads of
-        a rank always read the ones it holds.
+        A model with latent attention has one latent, which every device holds. Query heads ``h``
+        read key-value head ``h // (num_heads / num_kv_heads)``, so the heads of a rank always read
+        the ones it holds.
         """
         if self.tensor <= settings.num_kv_heads:
             return _share(settings.num_kv_heads, self.tensor, self.rank(device))
         head = self.rank(device) * settings.num_kv_heads // self.tensor
         return range(head, head + 1)
 
-    def inner_columns(self, settings: ModelSettings, device: int) -> range:
-        """The feed-forward's inner columns a device computes."""
-        return _share(settings.intermediate_size, self.tensor, self.rank(device))
+    def inner_columns(self, size: int, device: int) -> range:
+        """The inner columns of a feed-forward of some size that a device computes."""
+        return _share(size, self.tensor, self.rank(device))
+
+    def expert_columns(self, experts: ExpertSettings, device: int) -> range:
+        """The inner columns of each of its experts that a device computes."""
+        if self.expert > 1:
+            return range(experts.intermediate_size)
+        return self.inner_columns(experts.intermediate_size, device)
+
+    def experts(self, experts: ExpertSettings, device: int) -> range:
+        """The routed experts of each layer that a device holds."""
+        return _share(experts.num_experts, self.expert, device % self.expert)
 
     def splits_vocabulary(self, settings: ModelSettings) -> bool:
         """Whether the embedding table's rows are divided; otherwise each device has all."""

@@ -22,7 +22,13 @@ from max.nn.transformer import ReturnHiddenStates, ReturnLogits
 from max.pipelines.context import TextContext
 from max.pipelines.kv_cache.config import KVCacheConfig
 from max.pipelines.lib.config import PipelineConfig
-from max.pipelines.lib.graph_specs import GraphRole, GraphSpec, compile_graphs, init_graphs
+from max.pipelines.lib.graph_specs import (
+    CompiledArtifacts,
+    GraphRole,
+    GraphSpec,
+    compile_graphs,
+    init_graphs,
+)
 from max.pipelines.lib.interfaces.pipeline_model import (
     ModelInputs,
     ModelOutputs,
@@ -36,13 +42,14 @@ from max.pipelines.lib.log_probabilities import (
 from max.pipelines.lib.memory_estimation import MemoryPlan
 
 from models.batch_processor import (
-    ExpertParallelExchange,
     GraphApiDecoderBatchProcessor,
     GraphApiDecoderModelInputs,
     stage_role,
     wait_for_copies,
 )
+from models.buffers import zeroed
 from models.config import DecoderConfig
+from models.exchange import ExpertParallelExchange, HostExchangeBuffers
 from models.graph_api import GraphApiModule
 from models.kernels import KERNELS
 from models.weights import TensorReader, WeightLoader, declared_weights
@@ -61,6 +68,47 @@ def stages_kv_params(stages: Sequence[DecoderConfig]) -> KVCacheParamInterface:
     if len(stages) == 1:
         return stages[0].kv_params
     return MultiKVCacheParams.from_params({stage_role(s): s.kv_params for s in stages})
+
+
+Loaded = tuple[CompiledArtifacts, dict[str, Model]]
+"""Compiled graphs, and their initialized models by role."""
+
+
+def load_specs(session: InferenceSession, specs: Mapping[str, GraphSpec]) -> Loaded:
+    """Compiles and initializes graphs.
+
+    Args:
+        session: The session to do it with.
+        specs: The graphs, by role.
+    """
+    artifacts = compile_graphs(session, specs)
+    return artifacts, init_graphs(session, artifacts, specs)
+
+
+def decoder_specs(
+    decoders: Sequence[GraphApiModule], loaded: WeightLoader, prefix: str = ""
+) -> dict[str, GraphSpec]:
+    """The graphs of a decoder's stages, with the checkpoint loaded into them.
+
+    Args:
+        decoders: One per stage.
+        loaded: The checkpoint's values.
+        prefix: Before each role.
+    """
+    specs: dict[str, GraphSpec] = {}
+    for decoder in decoders:
+        role = f"{prefix}{stage_role(decoder.config)}"
+        specs[role] = GraphSpec(
+            decoder,
+            role,
+            tree.leaves(decoder.inputs),
+            loaded.load(declared_weights(decoder, f"{role}.")),
+            # Stages compile together, which shares the kernels that are alike.
+            group=GraphRole.DECODER.value if len(decoders) > 1 else None,
+            # Each graph loads our kernels; a module of graphs is given them once.
+            custom_extensions=() if specs else (KERNELS,),
+        )
+    return specs
 
 
 class GraphApiDecoderPipelineModel(
@@ -97,6 +145,9 @@ class GraphApiDecoderPipelineModel(
     ep_comm_initializer: ExpertParallelExchange | None = None
     """The expert-parallel exchange, under expert parallelism."""
 
+    graph_prefix: ClassVar[str] = ""
+    """What is before each role, where graphs of several registrations are loaded together."""
+
     def __init__(
         self,
         pipeline_config: PipelineConfig,
@@ -129,6 +180,8 @@ class GraphApiDecoderPipelineModel(
         self._logprobs_session = session
         self.kv_params = self.arch_config.get_kv_params()
         self._check_data_parallelism()
+        if any(config.declarations.ep is not None for config in self.stages):
+            self.ep_comm_initializer = HostExchangeBuffers(self.stages)
         self._models = self.load_graphs(session)
 
     @cached_property
@@ -156,7 +209,8 @@ class GraphApiDecoderPipelineModel(
     @property
     def models(self) -> tuple[Model, ...]:
         """The compiled and initialized decoder of each stage."""
-        return tuple(self._models[stage_role(config)] for config in self.stages)
+        prefix = self.graph_prefix
+        return tuple(self._models[f"{prefix}{stage_role(config)}"] for config in self.stages)
 
     def _check_data_parallelism(self) -> None:
         replicas = self.pipeline_config.model.data_parallel_degree
@@ -199,31 +253,19 @@ class GraphApiDecoderPipelineModel(
         Args:
             model_config: The finalized configuration of each stage; one graph each.
         """
-        specs: dict[str, GraphSpec] = {}
-        lasting = []
         # Kept for the model's lifetime: on the CPU the graph reads the arrays where they are.
-        self._weights = loaded = WeightLoader(self._reader())
-        for config in model_config:
-            decoder = self.decoder_cls(config)
-            role = stage_role(config)
-            specs[role] = GraphSpec(
-                decoder,
-                role,
-                tree.leaves(decoder.inputs),
-                loaded.load(declared_weights(decoder, f"{role}.")),
-                # Stages compile together, which shares the kernels that are alike.
-                group=GraphRole.DECODER.value if len(model_config) > 1 else None,
-                # Each graph loads our kernels; a module of graphs is given them once.
-                custom_extensions=() if specs else (KERNELS,),
-            )
-            lasting.append(_lasting_inputs(decoder, loaded))
-        assert self.batch_processor is not None
-        self.batch_processor.bind_lasting_inputs(lasting)
-        return specs
+        self._weights = WeightLoader(self._reader())
+        self._decoders = [self.decoder_cls(config) for config in model_config]
+        return decoder_specs(self._decoders, self._weights, self.graph_prefix)
 
     def _reader(self) -> TensorReader:
         assert not isinstance(self.weights, Weights), "MAX's own weights come with registration"
         return self.weights
+
+    @staticmethod
+    def graph_loader(session: InferenceSession, specs: Mapping[str, GraphSpec]) -> Loaded:
+        """Compiles and initializes graphs; replaced where those of several models load together."""
+        return load_specs(session, specs)
 
     def load_graphs(self, session: InferenceSession) -> dict[str, Model]:
         """Loads the graphs with the session used to initialize EP first.
@@ -237,8 +279,11 @@ class GraphApiDecoderPipelineModel(
         if self.ep_comm_initializer is not None:
             self.ep_comm_initializer.initialize(session)
         specs = self.graph_specs(self._create_model_config(self._load_state_dict()))
-        self.compiled_artifacts = compile_graphs(session, specs)
-        models = init_graphs(session, self.compiled_artifacts, specs)
+        self.compiled_artifacts, models = self.graph_loader(session, specs)
+        assert self.batch_processor is not None
+        self.batch_processor.bind_lasting_inputs(
+            [_lasting_inputs(decoder, self._weights) for decoder in self._decoders]
+        )
         self._bind_ep_comm_initializer()
         return models
 
@@ -265,12 +310,9 @@ def _lasting_inputs(decoder: GraphApiModule, loaded: WeightLoader) -> dict[str, 
     """The buffers that a stage takes unchanged every step, by field."""
     inputs: dict[str, Any] = {}
     if decoder.inputs.signals is not None:
-        inputs["signals"] = tuple(
-            Buffer.zeros(
-                [int(dim) for dim in signal.shape], signal.dtype, signal.device.to_device()
-            )
-            for signal in decoder.inputs.signals
-        )
+        inputs["signals"] = tuple(zeroed(signal) for signal in decoder.inputs.signals)
+    if decoder.inputs.scratch is not None:
+        inputs["scratch"] = tuple(zeroed(scratch) for scratch in decoder.inputs.scratch)
     constants = decoder.constant_weights()
     if constants:
         inputs["constants"] = {

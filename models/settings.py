@@ -44,6 +44,106 @@ class RopeSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RouterSettings:
+    """How a layer chooses each token's experts and weighs them."""
+
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes scores of the router's logits."""
+
+    correction_bias: bool = False
+    """Whether a learned bias is added to the scores for the choice, not for the weights."""
+
+    num_groups: int = 1
+    """Groups of consecutive experts; with more than one, experts come from the best groups only."""
+
+    top_groups: int = 1
+    """How many groups a token chooses from."""
+
+    group_score: Literal["max", "top2"] = "max"
+    """A group's score: its best expert's, or the sum of its two best."""
+
+    normalize: bool = False
+    """Whether a token's weights are divided by their sum."""
+
+    sum_floor: float = 0.0
+    """What is added to that sum."""
+
+    scale: float = 1.0
+    """What the weights are multiplied with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertSettings:
+    """A mixture of experts in place of some layers' feed-forward."""
+
+    num_experts: int
+    """Routed experts of a layer."""
+
+    top_k: int
+    """Experts that each token chooses."""
+
+    intermediate_size: int
+    """Width of one expert's inner layer."""
+
+    shared_size: int = 0
+    """Width of the experts that every token takes, together; 0 is none."""
+
+    router: RouterSettings
+    """How experts are chosen."""
+
+    layers: frozenset[int]
+    """The layers that have experts."""
+
+    block: str = "mlp"
+    """The checkpoint's name of the layer's part."""
+
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """The checkpoint's names of an expert's three projections."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentSettings:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+
+    query_rank: int | None
+    """Width that queries are compressed to; ``None`` where they are projected at once."""
+
+    kv_rank: int
+    """Width that keys and values are compressed to together: what is cached, beside the next."""
+
+    rope_dim: int
+    """The dimensions of a key that carry its position, shared by all heads."""
+
+    nope_dim: int
+    """The dimensions of a head's query and key without position."""
+
+    value_dim: int
+    """The dimensions of a head's value."""
+
+    scale: float
+    """What scores are multiplied with before the softmax."""
+
+    bias: bool = False
+    """Whether the compressing projections and the output's have a bias."""
+
+    norm_eps: float = 1e-6
+    """The epsilon of the norms on compressed queries, keys and values."""
+
+    interleaved: bool = True
+    """Whether the rotated dimensions are neighbouring pairs."""
+
+    @property
+    def cached_dim(self) -> int:
+        """What one token takes in the cache of one layer."""
+        return self.kv_rank + self.rope_dim
+
+    @property
+    def query_dim(self) -> int:
+        """The width of one head's query."""
+        return self.nope_dim + self.rope_dim
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSettings:
     """The sizes and switches of one decoder-only model."""
 
@@ -95,11 +195,34 @@ class ModelSettings:
     mlp_bias: bool = False
     """Whether the feed-forward's projections have a bias."""
 
-    qk_norm: bool = False
-    """Whether each query and key head is RMS-normalised before the rotation."""
+    qk_norm: Literal["head", "projection"] | None = None
+    """What of queries and keys is RMS-normalised before the rotation: each head, or all at once."""
+
+    qkv_clip: float | None = None
+    """The largest absolute value of queries, keys and values, before the rotation."""
 
     windows: tuple[int | None, ...] = ()
     """Each layer's sliding window in tokens; ``None`` is full attention. One entry per layer."""
 
+    experts: ExpertSettings | None = None
+    """The mixture of experts; ``None`` is a dense model."""
+
+    latent: LatentSettings | None = None
+    """Latent attention; ``None`` is attention over whole keys and values."""
+
+    unread_layers: int = 0
+    """Layers behind the last that checkpoints have and a decoder does not read: heads that
+    predict further tokens."""
+
     def __post_init__(self) -> None:
         assert len(self.windows) == self.num_layers, "one window entry per layer"
+
+    @property
+    def rotary_dim(self) -> int:
+        """The dimensions of a head that are rotated."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def dense_layers(self) -> int:
+        """How many layers have a feed-forward of their own instead of experts."""
+        return self.num_layers - (0 if self.experts is None else len(self.experts.layers))

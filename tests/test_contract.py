@@ -28,9 +28,14 @@ CANONICAL = [
 ]
 
 
+def model_for(deployment: str) -> str:
+    """A dense model, or one with experts where they are divided."""
+    return "model=tiny_deepseek_v3" if deployment.startswith("ep") else "model=tiny_llama"
+
+
 @pytest.mark.parametrize("deployment", DEPLOYMENTS)
 def test_compiled_model_takes_exactly_the_contract(deployment: str) -> None:
-    compiled = compiled_for("model=tiny_llama", f"deployment={deployment}")
+    compiled = compiled_for(model_for(deployment), f"deployment={deployment}")
     stages = contract_json(compiled.registration.plan)["stages"]
     for stage, model in zip(stages, compiled.model.models, strict=True):
         leaves = [leaf for field in stage["fields"] for leaf in field["leaves"]]
@@ -46,12 +51,23 @@ def test_compiled_model_takes_exactly_the_contract(deployment: str) -> None:
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS)
 def test_every_input_has_a_use_in_the_graph(deployment: str) -> None:
+    # A tied table is read by the last stage too.
+    more = ["deployment.constants=[token_embedding]"] if deployment.startswith("pp") else []
+    model = model_for(deployment).replace("llama", "qwen2")
+    assert_every_input_is_used(model, f"deployment={deployment}", *more)
+
+
+@pytest.mark.parametrize("deployment", ["cpu", "tp2", "dp2", "pp2"])
+@pytest.mark.parametrize("model", ["tiny_mixtral", "tiny_deepseek_v2"])
+def test_every_input_has_a_use_with_experts_and_latents(model: str, deployment: str) -> None:
+    assert_every_input_is_used(f"model={model}", f"deployment={deployment}")
+
+
+def assert_every_input_is_used(*overrides: str) -> None:
     from models.decoder import CausalDecoder
     from models.weights import declared_weights
 
-    # A tied table is read by the last stage too.
-    more = ["deployment.constants=[token_embedding]"] if deployment.startswith("pp") else []
-    for stage in plan_for("model=tiny_qwen2", f"deployment={deployment}", *more).stages:
+    for stage in plan_for(*overrides).stages:
         decoder = CausalDecoder(stage.config)
         declared_weights(decoder)
         graph = decoder.trace(*tree.leaves(decoder.inputs))

@@ -6,13 +6,15 @@ from functools import cache
 
 import numpy as np
 import pytest
+from max import tree
 from max.driver import Buffer
 from max.dtype import DType
 from max.engine import Model
-from max.graph import DeviceRef, Graph, TensorType
+from max.graph import BufferType, DeviceRef, Graph, TensorType
 
 from builder.compile import process_session
-from models.kernels import KERNELS, matmul
+from models.kernels import KERNELS, expert_products, latent_attention, latent_context, matmul
+from models.kv_cache import HostMLAKVCacheParams
 
 CPU = DeviceRef.CPU()
 
@@ -35,3 +37,157 @@ def test_matmul_of_any_size_is_numpys(rows: int, columns: int, inner: int) -> No
     weight = generator.standard_normal((columns, inner), np.float32)
     (found,) = _matmul().execute(Buffer.from_numpy(x), Buffer.from_numpy(weight))
     np.testing.assert_allclose(found.to_numpy(), x @ weight.T, atol=1e-4 * inner**0.5)
+
+
+@cache
+def _expert_products() -> Model:
+    types = [
+        TensorType(DType.float32, ["rows", "k"], CPU),
+        TensorType(DType.int32, ["tokens", "choices"], CPU),
+        TensorType(DType.float32, ["experts_n", "k"], CPU),
+    ]
+    with Graph("experts", input_types=types, custom_extensions=[KERNELS]) as graph:
+        x, experts, weight = (value.tensor for value in graph.inputs)
+        graph.output(expert_products(x, experts, weight, NUM_COLUMNS))
+    return process_session().load(graph)
+
+
+NUM_EXPERTS, NUM_COLUMNS, INNER = 5, 37, 51
+
+
+def _experts(x: np.ndarray, chosen: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    buffers = (Buffer.from_numpy(np.ascontiguousarray(a)) for a in (x, chosen, weight))
+    (found,) = _expert_products().execute(*buffers)
+    return found.to_numpy()
+
+
+# Rows per expert in tiles of 4 and blocks of 32, none of some; a row per token, or per choice.
+@pytest.mark.parametrize("per_choice", [False, True])
+@pytest.mark.parametrize(("tokens", "choices"), [(0, 2), (1, 1), (1, 3), (7, 2), (150, 3)])
+def test_expert_products_are_numpys(tokens: int, choices: int, per_choice: bool) -> None:
+    generator = np.random.default_rng(tokens)
+    chosen = generator.integers(-1, NUM_EXPERTS, (tokens, choices)).astype(np.int32)
+    x = generator.standard_normal((tokens * choices if per_choice else tokens, INNER), np.float32)
+    weight = generator.standard_normal((NUM_EXPERTS, NUM_COLUMNS, INNER), np.float32)
+    found = _experts(x, chosen, weight.reshape(-1, INNER))
+    rows = x if per_choice else np.repeat(x, choices, axis=0)
+    wanted = np.einsum("ai,ani->an", rows, weight[chosen.reshape(-1)])
+    wanted[chosen.reshape(-1) < 0] = 0
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
+def test_weights_of_experts_that_nothing_chose_are_not_read() -> None:
+    x = np.ones((2, INNER), np.float32)
+    weight = np.full((NUM_EXPERTS, NUM_COLUMNS, INNER), np.nan, np.float32)
+    weight[3] = 1
+    found = _experts(x, np.full((2, 1), 3, np.int32), weight.reshape(-1, INNER))
+    np.testing.assert_array_equal(found, np.full((2, NUM_COLUMNS), INNER, np.float32))
+
+
+def test_an_expert_that_is_not_there_is_an_error() -> None:
+    x = np.ones((1, INNER), np.float32)
+    weight = np.ones((NUM_EXPERTS * NUM_COLUMNS, INNER), np.float32)
+    with pytest.raises(ValueError, match="expert 5 of 5"):
+        _experts(x, np.full((1, 1), 5, np.int32), weight)
+
+
+@cache
+def _latent_attention() -> Model:
+    types = [
+        TensorType(DType.float32, ["tokens", HEADS * (NOPE + ROPE)], CPU),
+        TensorType(DType.float32, [HEADS * (NOPE + VALUE), RANK], CPU),
+        TensorType(DType.int32, [1], CPU),
+        TensorType(DType.uint32, ["offsets"], CPU),
+        BufferType(DType.float32, ["capacity", RANK + ROPE], CPU),
+        *tree.leaves(LATENTS.get_symbolic_inputs()),
+    ]
+    with Graph("latent", input_types=types, custom_extensions=[KERNELS]) as graph:
+        queries, weight, length, offsets = (value.tensor for value in graph.inputs[:4])
+        workspace = graph.inputs[4].buffer
+        (kv,) = LATENTS.unflatten_kv_inputs(iter(graph.inputs[5:]))
+        latent_context(workspace, kv, offsets, 1, length)
+        graph.output(
+            latent_attention(
+                queries,
+                weight,
+                workspace,
+                kv,
+                offsets,
+                num_heads=HEADS,
+                value_dim=VALUE,
+                page_size=PAGE,
+                scale=0.3,
+            )
+        )
+    return process_session().load(graph)
+
+
+HEADS, NOPE, ROPE, VALUE, RANK, PAGE = 3, 19, 6, 13, 37, 8
+LATENTS = HostMLAKVCacheParams(
+    dtype=DType.float32,
+    head_dim=RANK + ROPE,
+    num_layers=2,
+    page_size=PAGE,
+    devices=[CPU],
+    num_q_heads=HEADS,
+)
+
+
+def _attend(
+    lengths: list[int], new: list[int], length: int | None = None, capacity: int = 256
+) -> tuple[np.ndarray, np.ndarray]:
+    """What the kernels make of sequences whose pages lie anywhere, and what numpy does."""
+    generator = np.random.default_rng(sum(lengths))
+    pages = generator.standard_normal((40, 1, 2, PAGE, 1, RANK + ROPE), np.float32)
+    table = generator.permutation(40)[: 4 * len(lengths)].reshape(len(lengths), 4)
+    weight = generator.standard_normal((HEADS * (NOPE + VALUE), RANK), np.float32)
+    queries = generator.standard_normal((sum(new), HEADS * (NOPE + ROPE)), np.float32)
+    aligned = sum(-(-n // PAGE) * PAGE for n in lengths)
+    inputs = [
+        queries,
+        weight,
+        np.array([aligned if length is None else length], np.int32),
+        np.cumsum([0, *new]).astype(np.uint32),
+        np.full((capacity, RANK + ROPE), np.nan, np.float32),
+        pages,
+        np.array([n - now for n, now in zip(lengths, new, strict=True)], np.uint32),
+        table.astype(np.uint32),
+        np.array([max(new)], np.uint32),
+        np.array([max(lengths)], np.uint32),
+        np.array([pages[0].size], np.int64),
+    ]
+    (found,) = _latent_attention().execute(*map(Buffer.from_numpy, inputs))
+    rows = []
+    heads = weight.reshape(HEADS, NOPE + VALUE, RANK)
+    query = iter(queries.reshape(-1, HEADS, NOPE + ROPE))
+    for sequence, (total, now) in enumerate(zip(lengths, new, strict=True)):
+        latents = pages[table[sequence], 0, 1, :, 0].reshape(-1, RANK + ROPE)[:total]
+        keys = np.einsum("sr,hdr->hsd", latents[:, :RANK], heads[:, :NOPE])
+        values = np.einsum("sr,hdr->hsd", latents[:, :RANK], heads[:, NOPE:])
+        for seen in range(total - now + 1, total + 1):
+            q = next(query)
+            scores = np.einsum("hd,hsd->hs", q[:, :NOPE], keys[:, :seen])
+            scores = 0.3 * (scores + q[:, NOPE:] @ latents[:seen, RANK:].T)
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            weights /= weights.sum(-1, keepdims=True)
+            rows.append(np.einsum("hs,hsd->hd", weights, values[:, :seen]).reshape(-1))
+    return found.to_numpy(), np.stack(rows)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "new"),
+    [([1], [1]), ([8], [8]), ([9, 17], [1, 17]), ([31, 5, 8, 1], [2, 5, 1, 1])],
+)
+def test_latent_attention_is_numpys(lengths: list[int], new: list[int]) -> None:
+    found, wanted = _attend(lengths, new)
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
+def test_context_lengths_that_are_not_the_batchs_are_an_error() -> None:
+    with pytest.raises(ValueError, match="say 16 tokens, its pages hold 24"):
+        _attend([9, 3], [1, 3], length=16)
+
+
+def test_context_that_the_workspace_does_not_hold_is_an_error() -> None:
+    with pytest.raises(ValueError, match="24 tokens of context for a workspace of 16"):
+        _attend([9, 3], [1, 3], capacity=16)

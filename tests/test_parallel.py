@@ -353,7 +353,8 @@ def test_swapped_shards_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled_for(MODEL, "deployment=tp2")
 
     def swap(weights: dict[str, np.ndarray]) -> None:
-        first, second = (f"decoder.layers.2.mlp.shards.{i}.down_proj.weight" for i in (0, 1))
+        shards = "decoder.layers.2.feed_forward.shards"
+        first, second = (f"{shards}.{i}.down_proj.weight" for i in (0, 1))
         weights[first], weights[second] = weights[second], weights[first]
 
     _with_loaded_weights(monkeypatch, swap)
@@ -362,15 +363,15 @@ def test_swapped_shards_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_dropped_layer_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled_for(MODEL)
-    compiled_for(MODEL, "deployment=pp2")
+    compiled_for(MODEL, "deployment=tp2")
 
     def drop(weights: dict[str, np.ndarray]) -> None:
         for name in weights:
-            if name.startswith("decoder_1.layers.1.") and ("o_proj" in name or "down" in name):
+            if name.startswith("decoder.layers.3.") and ("o_proj" in name or "down" in name):
                 weights[name] = np.zeros_like(weights[name])
 
     _with_loaded_weights(monkeypatch, drop)
-    assert _planted("deployment=pp2").max_abs_diff > 1e-2
+    assert _planted("deployment=tp2").max_abs_diff > 1e-2
 
 
 def test_slice_that_is_off_by_one_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,4 +8,4 @@ from builder.steps import Job
 
 def run(job: Job) -> None:
     """Prints the contract and the memory plan."""
-    print_plan(job.plan(), job.out)
+    print_plan(job.plan(only_plan=True), job.out)

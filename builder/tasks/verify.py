@@ -8,7 +8,7 @@ from dataclasses import asdict
 from rich import box
 from rich.table import Table
 
-from builder.checks import check_memory
+from builder.checks import check_no_obstacle, obstacles
 from builder.prompts import gather, tokenize
 from builder.resolve import Plan, resolve
 from builder.schema import DeploymentConfig, DevicesConfig, ParallelConfig, VerifyTask
@@ -40,7 +40,8 @@ def run(job: Job) -> None:
     plan = job.plan()
     step_tokens = _step_tokens(task, plan)
     plain = resolve(job.config.model, _plain(plan.deployment), plan.checkpoint)
-    check_memory([(plan.weights, plan.devices), (plain.weights, plain.devices)])
+    both = [(plan.weights, plan.devices), (plain.weights, plain.devices)]
+    check_no_obstacle(obstacles(plan.model, plan.deployment, plan.checkpoint, both))
     prompts = _prompts(task, plan)
     deployed = job.compile(plan)
     reference = job.compile(plain)

@@ -72,6 +72,11 @@ class Checkpoint(ABC):
             float32; a view of the file where the format allows it, so treat it as read-only.
         """
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether the tensors are there; without them the model can be planned, not run."""
+        return bool(self.tensors)
+
     @cached_property
     def settings(self) -> ModelSettings:
         """The model's settings, as its family reads them.
@@ -81,7 +86,8 @@ class Checkpoint(ABC):
         """
         family = family_for(self.config, source=str(self.path))
         settings = family.settings(ConfigReader(self.config, str(self.path)))
-        if "lm_head.weight" not in self.tensors and not settings.tie_word_embeddings:
+        untied = self.has_weights and not settings.tie_word_embeddings
+        if untied and "lm_head.weight" not in self.tensors:
             raise ConfigError(
                 f"model.source: {self.path}: tie_word_embeddings is false, "
                 "but there is no lm_head.weight"

@@ -37,7 +37,10 @@ class _Location:
 
 
 class SafetensorsCheckpoint(Checkpoint):
-    """A folder with ``config.json`` and ``*.safetensors``, sharded or not."""
+    """A folder with ``config.json`` and ``*.safetensors``, sharded or not.
+
+    Without safetensors it is a configuration that can be planned.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -93,8 +96,6 @@ def _locate(folder: Path) -> dict[str, _Location]:
     else:
         files = sorted(folder.glob("*.safetensors"))
         weight_map = {}
-    if not files:
-        raise ConfigError(f"model.source: {folder} has no *.safetensors file")
     locations: dict[str, _Location] = {}
     found: set[str] = set()
     for file in files:

@@ -9,7 +9,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from models.errors import ConfigError
-from models.families import llama, mistral, qwen2, qwen3
+from models.families import (
+    deepseek_v2,
+    deepseek_v3,
+    llama,
+    mistral,
+    mixtral,
+    olmoe,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from models.families.base import Family
 
 FAMILIES: tuple[Family, ...] = (
@@ -17,6 +27,11 @@ FAMILIES: tuple[Family, ...] = (
     qwen2.FAMILY,
     qwen3.FAMILY,
     mistral.FAMILY,
+    mixtral.FAMILY,
+    qwen3_moe.FAMILY,
+    olmoe.FAMILY,
+    deepseek_v2.FAMILY,
+    deepseek_v3.FAMILY,
 )
 
 

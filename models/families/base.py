@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.errors import ConfigError
-from models.settings import ModelSettings, RopeSettings
-
-ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
-"""The ``hidden_act`` values that the feed-forward layer computes."""
+from models.layers.activations import ACTIVATIONS
+from models.settings import ExpertSettings, ModelSettings, RopeSettings, RouterSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +42,16 @@ class ConfigReader:
         """A ``ConfigError`` about one key of this configuration."""
         return ConfigError(f"model.source: {self.source}: {key}: {problem}")
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A positive integer; ``default`` where the key is absent or null."""
+    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """An integer from ``least`` on; ``default`` where the key is absent or null."""
         value = self.config.get(key)
         if value is None:
             value = default
         if value is None:
             raise self.error(key, "missing, and it has no default")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(key, f"{value!r} is not a positive integer")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            kind = "a positive integer" if least == 1 else f"an integer from {least} on"
+            raise self.error(key, f"{value!r} is not {kind}")
         return value
 
     def number(self, key: str, default: float | None = None, least: float = 0.0) -> float:
@@ -116,14 +115,10 @@ def dense_settings(reader: ConfigReader, family: str, **family_facts: Any) -> Mo
             "num_key_value_heads",
             f"{num_heads} query heads do not divide over {num_kv_heads} key-value heads",
         )
-    if reader.config.get("head_dim") is None and hidden_size % num_heads:
-        raise reader.error(
-            "head_dim", f"absent, and hidden_size {hidden_size} / {num_heads} heads is not whole"
-        )
-    head_dim = reader.integer("head_dim", hidden_size // num_heads)
+    head_dim = family_facts.get("head_dim") or _head_dim(reader, hidden_size, num_heads)
     if head_dim % 2:
         raise reader.error("head_dim", f"{head_dim} is odd; rotary embeddings need an even one")
-    hidden_act = reader.choice("hidden_act", ACTIVATIONS, "silu")
+    hidden_act = reader.choice("hidden_act", tuple(ACTIVATIONS), "silu")
     if reader.number("partial_rotary_factor", 1.0) != 1.0:
         raise reader.error("partial_rotary_factor", "only 1.0 is supported")
     max_position_embeddings = reader.integer("max_position_embeddings", 2048)
@@ -144,6 +139,71 @@ def dense_settings(reader: ConfigReader, family: str, **family_facts: Any) -> Mo
         "windows": (None,) * num_layers,
     }
     return ModelSettings(**(facts | family_facts))
+
+
+def _head_dim(reader: ConfigReader, hidden_size: int, num_heads: int) -> int:
+    if reader.config.get("head_dim") is None and hidden_size % num_heads:
+        raise reader.error(
+            "head_dim", f"absent, and hidden_size {hidden_size} / {num_heads} heads is not whole"
+        )
+    return reader.integer("head_dim", hidden_size // num_heads)
+
+
+def expert_settings(
+    reader: ConfigReader,
+    num_experts_key: str,
+    *,
+    num_experts: int | None = None,
+    intermediate_size: int,
+    router: RouterSettings,
+    top_k: int | None = None,
+    layers: frozenset[int] | None = None,
+    **family_facts: Any,
+) -> ExpertSettings:
+    """The settings that every mixture of experts shares.
+
+    Args:
+        reader: The configuration.
+        num_experts_key: The family's name of the number of experts.
+        num_experts: The family's default of it.
+        intermediate_size: Width of one expert's inner layer.
+        router: How experts are chosen.
+        top_k: The family's default of ``num_experts_per_tok``.
+        layers: The layers that have experts; all by default.
+        family_facts: What the family sets differently, by ``ExpertSettings`` field.
+
+    Raises:
+        ConfigError: If more experts are chosen than there are, or groups don't divide.
+    """
+    # Transformers 5 reads and writes some families' key under another's name.
+    aliases = (num_experts_key, "num_local_experts", "num_experts")
+    named = [key for key in aliases if reader.config.get(key) is not None]
+    num_experts = reader.integer(named[0] if named else num_experts_key, num_experts)
+    top_k = reader.integer("num_experts_per_tok", top_k)
+    if num_experts % router.num_groups:
+        raise reader.error(
+            "n_group", f"{num_experts} experts do not divide over {router.num_groups} groups"
+        )
+    if router.top_groups > router.num_groups:
+        raise reader.error(
+            "topk_group", f"{router.top_groups} of {router.num_groups} groups cannot be chosen"
+        )
+    if router.group_score == "top2" and num_experts // router.num_groups < 2:
+        raise reader.error(
+            "n_group",
+            f"{num_experts} experts in {router.num_groups} groups; a group's score needs two",
+        )
+    choices = num_experts // router.num_groups * router.top_groups
+    if top_k > choices:
+        raise reader.error("num_experts_per_tok", f"{top_k} of {choices} experts cannot be chosen")
+    return ExpertSettings(
+        num_experts=num_experts,
+        top_k=top_k,
+        intermediate_size=intermediate_size,
+        router=router,
+        layers=frozenset(range(reader.integer("num_hidden_layers"))) if layers is None else layers,
+        **family_facts,
+    )
 
 
 def layer_windows(reader: ConfigReader) -> tuple[int | None, ...]:
@@ -181,18 +241,30 @@ _ROPE_KEYS = {
 }
 
 
-def rope_settings(reader: ConfigReader, max_position_embeddings: int) -> RopeSettings:
+def rope_parameters(reader: ConfigReader) -> ConfigReader | None:
+    """The object that describes the rotation: transformers 5's name, or the older one."""
+    return reader.nested("rope_scaling") or reader.nested("rope_parameters")
+
+
+def rope_settings(
+    reader: ConfigReader, max_position_embeddings: int, default_theta: float = 10000.0
+) -> RopeSettings:
     """Reads ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (older).
 
     Source of the rules, precedence and defaults: Hugging Face ``modeling_rope_utils.py``.
+
+    Args:
+        reader: The configuration.
+        max_position_embeddings: The longest sequence the checkpoint is made for.
+        default_theta: The family's default base.
     """
-    rope = reader.nested("rope_scaling") or reader.nested("rope_parameters")
+    rope = rope_parameters(reader)
     if rope is None:
-        return RopeSettings(theta=reader.number("rope_theta", 10000.0))
+        return RopeSettings(theta=reader.number("rope_theta", default_theta))
     unknown = sorted(set(rope.config) - _ROPE_KEYS)
     if unknown:
         raise rope.error(unknown[0], "unknown; rotary settings per layer type are not supported")
-    theta = rope.number("rope_theta", reader.number("rope_theta", 10000.0))
+    theta = rope.number("rope_theta", reader.number("rope_theta", default_theta))
     kind = rope.choice("rope_type", ROPE_TYPES, rope.choice("type", ROPE_TYPES, "default"))
     if rope.number("partial_rotary_factor", 1.0) != 1.0:
         raise rope.error("partial_rotary_factor", "only 1.0 is supported")
@@ -228,13 +300,15 @@ def rope_settings(reader: ConfigReader, max_position_embeddings: int) -> RopeSet
 
 
 def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
-    """Yarn's temperature (arXiv 2309.00071, section 3.4): given, or 0.1 mscale ln(factor) + 1."""
-
-    def temperature(mscale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
+    """What cos and sin are multiplied with: given, or yarn's temperature."""
     if rope.config.get("attention_factor") is not None:
         return rope.number("attention_factor")
     if rope.config.get("mscale") and rope.config.get("mscale_all_dim"):
-        return temperature(rope.number("mscale")) / temperature(rope.number("mscale_all_dim"))
-    return temperature(1.0)
+        named, all_dims = rope.number("mscale"), rope.number("mscale_all_dim")
+        return yarn_temperature(factor, named) / yarn_temperature(factor, all_dims)
+    return yarn_temperature(factor, 1.0)
+
+
+def yarn_temperature(factor: float, mscale: float) -> float:
+    """``0.1 mscale ln(factor) + 1`` (arXiv 2309.00071, section 3.4)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

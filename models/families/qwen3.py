@@ -12,7 +12,7 @@ def _settings(reader: ConfigReader) -> ModelSettings:
         reader,
         "qwen3",
         head_dim=reader.integer("head_dim", 128),
-        qk_norm=True,
+        qk_norm="head",
         qkv_bias=bias,
         o_bias=bias,
         windows=layer_windows(reader),

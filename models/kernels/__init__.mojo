@@ -1,1 +1,4 @@
+from .exchange import *
+from .experts import *
+from .latent import *
 from .matmul import *

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 from max.dtype import DType
-from max.graph import TensorType, TensorValue, ops
+from max.graph import BufferValue, DeviceRef, Dim, TensorType, TensorValue, ops
+from max.nn.kv_cache import PagedCacheValues
 
 KERNELS = Path(__file__).parent
 """The folder that a graph loads its custom kernels from."""
@@ -30,3 +32,183 @@ def matmul(x: TensorValue, weight: TensorValue) -> TensorValue:
     shape = [x.shape[0], weight.shape[0]]
     result = TensorType(DType.float32, shape, x.device)
     return ops.custom("rolecall_matmul", x.device, [x, weight], [result])[0].tensor
+
+
+def expert_products(
+    x: TensorValue, experts: TensorValue, weight: TensorValue, out_dim: int
+) -> TensorValue:
+    """Each choice's row times the transpose of the chosen expert's weight.
+
+    Reads the weights of chosen experts only, each once. MAX 26.7 has grouped products for
+    accelerators only.
+
+    Args:
+        x: float32 [tokens, in], or [tokens * choices, in].
+        experts: int32 [tokens, choices]: the chosen experts; -1 is none, and gives zeros.
+        weight: float32 [experts * out, in], the experts one below the other.
+        out_dim: Rows of one expert's weight.
+
+    Returns:
+        float32 [tokens * choices, out].
+    """
+    rows = experts.shape[0] * experts.shape[1]
+    result = TensorType(DType.float32, [rows, out_dim], x.device)
+    return ops.custom("rolecall_experts", x.device, [x, experts, weight], [result])[0].tensor
+
+
+def dispatch_tokens(
+    tokens: BufferValue,
+    experts: BufferValue,
+    x: TensorValue,
+    chosen: TensorValue,
+    first_row: TensorValue,
+    held: range,
+) -> None:
+    """Sends a device's tokens to another: those that chose an expert it holds.
+
+    Args:
+        tokens: float32 [capacity, hidden] of the receiver.
+        experts: int32 [capacity, choices] of the receiver: which of its experts, or -1.
+        x: float32 [rows, hidden] of the sender.
+        chosen: int32 [rows, choices]: experts by their index in the model.
+        first_row: int64 [1] on the CPU: the receiver's row of the first token.
+        held: The receiver's experts.
+    """
+    values = [tokens, experts, x, chosen, first_row, _range(held)]
+    ops.inplace_custom("rolecall_dispatch", tokens.device, values)
+
+
+def shares(x: TensorValue, parts: int) -> list[TensorValue]:
+    """The edges of parts of the rows of ``x`` that differ by one row at most.
+
+    The same of MAX's operations takes ten seconds more to compile for each device.
+
+    Args:
+        x: float32 [rows, width].
+        parts: How many.
+
+    Returns:
+        The first row of each part, and the end of the last, int64 [] on the CPU.
+    """
+    result = TensorType(DType.int64, [parts + 1], DeviceRef.CPU())
+    edges = ops.custom("rolecall_shares", DeviceRef.CPU(), [x], [result])[0].tensor
+    return [edges[part] for part in range(parts + 1)]
+
+
+def return_results(
+    results: BufferValue,
+    values: TensorValue,
+    chosen: TensorValue,
+    first_row: TensorValue,
+    held: range,
+) -> None:
+    """Sends the results of a device's experts back to the device of the tokens that chose them.
+
+    Args:
+        results: float32 [capacity, hidden] of the token's device.
+        values: float32 [tokens of the batch * choices, hidden] of the experts' device.
+        chosen: int32 [rows, choices]: what the tokens chose.
+        first_row: int64 [1] on the CPU: the first of these tokens' position in the batch.
+        held: The experts that the values are of.
+    """
+    inputs = [results, values, chosen, first_row, _range(held)]
+    ops.inplace_custom("rolecall_return", results.device, inputs)
+
+
+def read_rows(buffer: BufferValue, rows: Dim) -> TensorValue:
+    """The first rows of a buffer, [rows, width].
+
+    Args:
+        buffer: [capacity, width].
+        rows: How many.
+    """
+    result = TensorType(buffer.dtype, [rows, buffer.shape[1]], buffer.device)
+    return ops.inplace_custom("rolecall_read_rows", buffer.device, [buffer], [result])[0].tensor
+
+
+def latent_context(
+    workspace: BufferValue,
+    kv: PagedCacheValues,
+    row_offsets: TensorValue,
+    layer: int,
+    context_length: TensorValue,
+) -> None:
+    """Gathers each sequence's latents from its pages, one sequence behind the other.
+
+    Args:
+        workspace: float32 [capacity, cached_dim]; each sequence begins at a page's edge.
+        kv: The paged cache of latents.
+        row_offsets: uint32 [sequences + 1].
+        layer: The layer's position in the cache.
+        context_length: int32 [1] on the CPU: the sum of the page-aligned lengths.
+    """
+    ops.inplace_custom(
+        "rolecall_latent_context",
+        workspace.device,
+        [
+            workspace,
+            kv.kv_blocks,
+            kv.lookup_table,
+            kv.cache_lengths,
+            row_offsets,
+            _constant([layer], np.uint32),
+            context_length,
+        ],
+    )
+
+
+def latent_attention(
+    queries: TensorValue,
+    weight: TensorValue,
+    workspace: BufferValue,
+    kv: PagedCacheValues,
+    row_offsets: TensorValue,
+    *,
+    num_heads: int,
+    value_dim: int,
+    page_size: int,
+    scale: float,
+) -> TensorValue:
+    """Causal attention over latents, without making keys and values of them.
+
+    A query is multiplied with its head's key rows instead, and the result with its value rows
+    (arXiv 2405.04434, section 2.1.2, calls it absorbing). MAX 26.7 has latent attention for
+    accelerators only.
+
+    Args:
+        queries: float32 [tokens, num_heads * (nope_dim + rope_dim)], rotated.
+        weight: float32 [num_heads * (nope_dim + value_dim), kv_rank]: ``kv_b_proj``.
+        workspace: What ``latent_context`` gathered.
+        kv: The paged cache of latents.
+        row_offsets: uint32 [sequences + 1].
+        num_heads: Heads of this device.
+        value_dim: Dimensions of a head's value.
+        page_size: Tokens of a page.
+        scale: What scores are multiplied with.
+
+    Returns:
+        float32 [tokens, num_heads * value_dim].
+    """
+    result = TensorType(DType.float32, [queries.shape[0], num_heads * value_dim], queries.device)
+    return ops.inplace_custom(
+        "rolecall_latent_attention",
+        queries.device,
+        [
+            queries,
+            weight,
+            workspace,
+            kv.cache_lengths,
+            row_offsets,
+            _constant([scale], np.float32),
+            _constant([num_heads, page_size], np.int64),
+        ],
+        [result],
+    )[0].tensor
+
+
+def _range(held: range) -> TensorValue:
+    return _constant([held.start, len(held)], np.int64)
+
+
+def _constant(values: list[int] | list[float], dtype: type[np.generic]) -> TensorValue:
+    return ops.constant(np.array(values, dtype), device=DeviceRef.CPU())

@@ -4,50 +4,14 @@ import extensibility
 from extensibility import InputTensor, OutputTensor
 from max.algorithm import sync_parallelize
 from max.gpu.host import DeviceContext
-from std.collections import Array
+from std.collections import List
 from std.math import ceildiv
-from std.sys import num_physical_cores, simd_width_of
+from std.sys import num_physical_cores
 
-comptime F32 = DType.float32
-comptime WIDTH = simd_width_of[F32]()
-# A tile of 4 by 4 outputs: 16 accumulators, and 8 loads for 16 multiply-adds.
-comptime TILE = 4
+from .tile import F32, PARALLEL_FROM, TILE, products
+
 # Rows of x that are multiplied with all weights before the next: they stay in the second cache.
 comptime BLOCK = 32
-# Below this many multiply-adds a second thread costs more than it brings.
-comptime PARALLEL_FROM = 1 << 17
-
-
-@always_inline
-def _tile[
-    rows: Int, columns: Int
-](
-    x: Pointer[Scalar[F32], _],
-    w: Pointer[Scalar[F32], _],
-    y: Pointer[mut=True, Scalar[F32], _],
-    k: Int,
-    n: Int,
-):
-    """Writes a tile of y: rows of x times rows of w, each of k elements."""
-    var sums = Array[SIMD[F32, WIDTH], rows * columns](fill=0)
-    var whole = k - k % WIDTH
-    for at in range(0, whole, WIDTH):
-        var weights = Array[SIMD[F32, WIDTH], columns](fill=0)
-        comptime for c in range(columns):
-            weights[c] = w.unsafe_offset(c * k + at).unsafe_load[width=WIDTH]()
-        comptime for r in range(rows):
-            var values = x.unsafe_offset(r * k + at).unsafe_load[width=WIDTH]()
-            comptime for c in range(columns):
-                sums[r * columns + c] = values.fma(weights[c], sums[r * columns + c])
-    comptime for r in range(rows):
-        comptime for c in range(columns):
-            var total = sums[r * columns + c].reduce_add()
-            for at in range(whole, k):
-                total += (
-                    x.unsafe_offset(r * k + at).unsafe_load()
-                    * w.unsafe_offset(c * k + at).unsafe_load()
-                )
-            y.unsafe_offset(r * n + c).unsafe_store(total)
 
 
 @extensibility.register("rolecall_matmul")
@@ -73,46 +37,30 @@ struct Matmul:
             return
         var threads = 1 if m * n * k < PARALLEL_FROM else num_physical_cores()
         var share = ceildiv(ceildiv(n, threads), TILE) * TILE
+        var x_at = List[Int](length=m, fill=0)
+        var y_at = List[Int](length=m, fill=0)
+        for row in range(m):
+            x_at[row] = row * k
+            y_at[row] = row * n
+        var x_rows = x_at.unsafe_ptr()
+        var y_rows = y_at.unsafe_ptr()
 
         def work(thread: Int) {imm}:
             var begin = thread * share
             var end = min(n, begin + share)
             for block in range(0, m, BLOCK):
-                var rows = min(BLOCK, m - block)
-                var column = begin
-                while column < end:
-                    var row = block
-                    var stop = block + rows
-                    if column + TILE <= end:
-                        while row + TILE <= stop:
-                            _tile[TILE, TILE](
-                                xp.unsafe_offset(row * k),
-                                wp.unsafe_offset(column * k),
-                                yp.unsafe_offset(row * n + column),
-                                k,
-                                n,
-                            )
-                            row += TILE
-                        while row < stop:
-                            _tile[1, TILE](
-                                xp.unsafe_offset(row * k),
-                                wp.unsafe_offset(column * k),
-                                yp.unsafe_offset(row * n + column),
-                                k,
-                                n,
-                            )
-                            row += 1
-                        column += TILE
-                    else:
-                        while row < stop:
-                            _tile[1, 1](
-                                xp.unsafe_offset(row * k),
-                                wp.unsafe_offset(column * k),
-                                yp.unsafe_offset(row * n + column),
-                                k,
-                                n,
-                            )
-                            row += 1
-                        column += 1
+                products(
+                    xp,
+                    x_rows.unsafe_offset(block),
+                    wp.unsafe_offset(begin * k),
+                    k,
+                    yp.unsafe_offset(begin),
+                    y_rows.unsafe_offset(block),
+                    k,
+                    min(BLOCK, m - block),
+                    end - begin,
+                )
 
         sync_parallelize(work, threads)
+        _ = x_at^
+        _ = y_at^

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from max.dtype import DType
 from max.graph import DeviceRef, TensorValue, ops
@@ -14,12 +15,13 @@ from max.nn.layer import LayerList, Module
 from models.collectives import Collectives
 from models.config import DecoderConfig
 from models.layers.linear import Linear
-from models.layers.norm import RMSNorm
+from models.layers.norm import DividedRMSNorm, RMSNorm
+from models.layers.shards import Sharded
 from models.layers.step import Step
 from models.weights import Piece, columns_of, rows_of
 
 
-class Attention(Module):
+class Attention(Sharded):
     """Self-attention of one layer: each device attends with its heads, and the results are summed.
 
     Args:
@@ -28,20 +30,28 @@ class Attention(Module):
     """
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
-        super().__init__()
-        self.shards = LayerList(
-            [
-                AttentionShard(config, layer, holder)
-                for holder in range(len(config.placement.devices))
-            ]
-        )
+        super().__init__(config, partial(AttentionShard, config, layer))
+        self.norms_projections = config.settings.qk_norm == "projection"
 
     def __call__(
         self, xs: Sequence[TensorValue], steps: Sequence[Step], collectives: Collectives
     ) -> list[TensorValue]:
         """Per device [tokens, hidden] to [tokens, hidden]."""
+        projected = [shard.qkv_proj(x) for shard, x in zip(self.shards, xs, strict=True)]
+        if self.norms_projections:
+            # The norm is over all devices' heads.
+            squares = collectives.sum_in_replicas(
+                [shard.squares(qkv) for shard, qkv in zip(self.shards, projected, strict=True)]
+            )
+            projected = [
+                shard.normalise(qkv, sums)
+                for shard, qkv, sums in zip(self.shards, projected, squares, strict=True)
+            ]
         return collectives.sum_in_replicas(
-            [shard(x, step) for shard, x, step in zip(self.shards, xs, steps, strict=True)]
+            [
+                shard(qkv, step)
+                for shard, qkv, step in zip(self.shards, projected, steps, strict=True)
+            ]
         )
 
 
@@ -92,17 +102,46 @@ class AttentionShard(Module):
             settings.hidden_size,
             (Piece(f"{prefix}.o_proj.bias"),) if adds_bias else None,
         )
+        self.clip = settings.qkv_clip
+        self.widths = [q_dim, kv_dim, kv_dim]
         self.q_norm, self.k_norm = (
             RMSNorm(config, holder, f"{prefix}.{name}.weight", self.head_dim)
-            if settings.qk_norm
+            if settings.qk_norm == "head"
             else None
             for name in ("q_norm", "k_norm")
         )
+        if settings.qk_norm == "projection":
+            self.projection_norms = LayerList(
+                [
+                    DividedRMSNorm(config, holder, f"{prefix}.{name}.weight", rows, self.head_dim)
+                    for name, rows in (("q_norm", heads), ("k_norm", kv_heads))
+                ]
+            )
 
-    def __call__(self, x: TensorValue, step: Step) -> TensorValue:
-        """[tokens, hidden] to this device's part of [tokens, hidden]."""
+    def squares(self, qkv: TensorValue) -> TensorValue:
+        """What the norms of queries and keys need of other devices, [tokens, 2]."""
+        *parts, _ = ops.split(qkv, self.widths, axis=1)
+        norms = zip(self.projection_norms, parts, strict=True)
+        return ops.concat([norm.squares(x) for norm, x in norms], axis=1)
+
+    def normalise(self, qkv: TensorValue, squares: TensorValue) -> TensorValue:
+        """Normalises queries and keys over all devices' heads.
+
+        Args:
+            qkv: [tokens, queries + keys + values] of this device.
+            squares: [tokens, 2]: the sum of all devices' ``squares``.
+        """
+        *parts, values = ops.split(qkv, self.widths, axis=1)
+        sums = ops.split(squares, [1, 1], axis=1)
+        norms = zip(self.projection_norms, parts, sums, strict=True)
+        return ops.concat([*(norm(x, total) for norm, x, total in norms), values], axis=1)
+
+    def __call__(self, qkv: TensorValue, step: Step) -> TensorValue:
+        """Queries, keys and values of this device to its part of [tokens, hidden]."""
         layer = ops.constant(self.kv_layer, DType.uint32, DeviceRef.CPU())
-        qkv = self.qkv_proj(x)
+        if self.clip is not None:
+            largest = ops.constant(self.clip, qkv.dtype, qkv.device)
+            qkv = ops.max(ops.min(qkv, largest), -largest)
         queries = (
             self._rotate_and_store(qkv, step, layer)
             if self.q_norm is None
@@ -141,8 +180,7 @@ class AttentionShard(Module):
         # MAX's kernel that norms, rotates and stores at once is for accelerators only.
         assert self.q_norm is not None
         assert self.k_norm is not None
-        q_dim, kv_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        queries, keys, values = ops.split(qkv, [q_dim, kv_dim, kv_dim], axis=1)
+        queries, keys, values = ops.split(qkv, self.widths, axis=1)
         queries = self.q_norm(queries.reshape((-1, self.num_heads, self.head_dim)))
         keys = self.k_norm(keys.reshape((-1, self.num_kv_heads, self.head_dim)))
         values = values.reshape((-1, self.num_kv_heads, self.head_dim))

@@ -2,45 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 from max.graph import TensorValue, ops
-from max.nn.layer import LayerList, Module
+from max.nn.layer import Module
 
 from models.collectives import Collectives
 from models.config import DecoderConfig
+from models.layers.activations import ACTIVATIONS
 from models.layers.linear import Linear
+from models.layers.shards import Sharded
 from models.weights import Piece, columns_of, rows_of
 
-_ACTIVATIONS: dict[str, Callable[[TensorValue], TensorValue]] = {
-    "silu": ops.silu,
-    "gelu": ops.gelu,
-    "gelu_pytorch_tanh": lambda x: ops.gelu(x, approximate="tanh"),
-    "relu": ops.relu,
-}
 
-
-class MLP(Module):
+class MLP(Sharded):
     """``down(act(gate(x)) * up(x))`` (arXiv 2002.05202).
 
     Each device computes its inner columns, and the results are summed.
 
     Args:
         config: The decoder's configuration.
-        layer: The layer's index in the model.
+        prefix: The checkpoint's name of the layer.
+        size: Its inner columns.
     """
 
-    def __init__(self, config: DecoderConfig, layer: int) -> None:
-        super().__init__()
-        self.shards = LayerList(
-            [MLPShard(config, layer, holder) for holder in range(len(config.placement.devices))]
-        )
+    def __init__(self, config: DecoderConfig, prefix: str, size: int) -> None:
+        super().__init__(config, partial(MLPShard, config, prefix, size))
 
     def __call__(self, xs: Sequence[TensorValue], collectives: Collectives) -> list[TensorValue]:
         """Per device [tokens, hidden] to [tokens, hidden]."""
-        return collectives.sum_in_replicas(
-            [shard(x) for shard, x in zip(self.shards, xs, strict=True)]
-        )
+        return collectives.sum_in_replicas(self.parts(xs))
+
+    def parts(self, xs: Sequence[TensorValue]) -> list[TensorValue]:
+        """Per device, its part of the sum."""
+        return [shard(x) for shard, x in zip(self.shards, xs, strict=True)]
 
 
 class MLPShard(Module):
@@ -48,17 +44,17 @@ class MLPShard(Module):
 
     Args:
         config: The decoder's configuration.
-        layer: The layer's index in the model.
+        prefix: The checkpoint's name of the layer.
+        size: Inner columns of all devices.
         holder: The position of the device that holds it.
     """
 
-    def __init__(self, config: DecoderConfig, layer: int, holder: int) -> None:
+    def __init__(self, config: DecoderConfig, prefix: str, size: int, holder: int) -> None:
         super().__init__()
         settings, placement = config.settings, config.placement
-        prefix = f"layers.{layer}.mlp"
-        inner = placement.inner_columns(settings, holder)
+        inner = placement.inner_columns(size, holder)
         self.inner = len(inner)
-        self.activation = _ACTIVATIONS[settings.hidden_act]
+        self.activation = ACTIVATIONS[settings.hidden_act]
 
         def stacked(kind: str) -> tuple[Piece, ...]:
             return tuple(rows_of(f"{prefix}.{name}_proj.{kind}", inner) for name in ("gate", "up"))

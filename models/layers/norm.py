@@ -8,7 +8,7 @@ from max.graph import TensorValue, ops
 from max.nn.layer import LayerList, Module
 
 from models.config import DecoderConfig
-from models.weights import DeclaredWeight, FromCheckpoint, Piece
+from models.weights import DeclaredWeight, FromCheckpoint, Piece, rows_of
 
 
 class RMSNorm(Module):
@@ -19,11 +19,19 @@ class RMSNorm(Module):
         holder: The position of the device that holds it.
         tensor: The checkpoint tensor of the weight.
         dim: Its size.
+        eps: The norm's epsilon; ``None`` is the model's.
     """
 
-    def __init__(self, config: DecoderConfig, holder: int, tensor: str, dim: int) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        holder: int,
+        tensor: str,
+        dim: int,
+        eps: float | None = None,
+    ) -> None:
         super().__init__()
-        self.eps = config.settings.norm_eps
+        self.eps = config.settings.norm_eps if eps is None else eps
         self.weight = DeclaredWeight(
             "weight",
             config.dtype,
@@ -36,6 +44,44 @@ class RMSNorm(Module):
     def __call__(self, x: TensorValue) -> TensorValue:
         """Any shape whose last dimension is ``dim``."""
         return ops.rms_norm(x, self.weight, self.eps, weight_offset=0.0)
+
+
+class DividedRMSNorm(Module):
+    """The same over dimensions that are divided over the devices of a replica.
+
+    Dimensions that several devices hold count once for each, in the sum and in the number.
+
+    Args:
+        config: The decoder's configuration.
+        holder: The position of the device that holds this part.
+        tensor: The checkpoint tensor of the weight.
+        heads: The heads of this part.
+        head_dim: Their width.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, holder: int, tensor: str, heads: range, head_dim: int
+    ) -> None:
+        super().__init__()
+        dim = len(heads) * head_dim
+        self.eps = config.settings.norm_eps
+        self.count = dim * config.placement.tensor
+        self.weight = DeclaredWeight(
+            "weight",
+            config.dtype,
+            (dim,),
+            config.placement.devices[holder],
+            rows_of(tensor, heads, head_dim).alone(),
+            holder,
+        )
+
+    def squares(self, x: TensorValue) -> TensorValue:
+        """[tokens, dim] to the sum of its squares, [tokens, 1], to be summed over devices."""
+        return ops.sum(x * x, axis=1)
+
+    def __call__(self, x: TensorValue, squares: TensorValue) -> TensorValue:
+        """[tokens, dim] and the sum of all devices' squares to [tokens, dim]."""
+        return x * ops.rsqrt(squares / self.count + self.eps) * self.weight
 
 
 class ReplicatedRMSNorm(Module):

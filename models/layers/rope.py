@@ -28,12 +28,12 @@ class RopeTable(Module):
 
     def __init__(self, config: DecoderConfig, holder: int, source: Computed) -> None:
         super().__init__()
-        shape = (config.max_seq_len, config.settings.head_dim)
+        shape = (config.max_seq_len, config.settings.rotary_dim)
         device = config.placement.devices[holder]
         self.weight = DeclaredWeight("weight", DType.float32, shape, device, source, holder)
 
     def __call__(self) -> TensorValue:
-        """float32 ``[max_seq_len, head_dim]``."""
+        """float32 ``[max_seq_len, rotary_dim]``."""
         return self.weight
 
 

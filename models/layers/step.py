@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from max.graph import TensorValue
+from max.graph import BufferValue, TensorValue
 from max.nn.kv_cache import PagedCacheValues
 
 
@@ -19,4 +19,10 @@ class Step:
     """This device's pages."""
 
     rope: TensorValue
-    """float32 ``[max_seq_len, head_dim]``: this device's table of rotations."""
+    """float32 ``[max_seq_len, rotary_dim]``: this device's table of rotations."""
+
+    context_length: TensorValue | None = None
+    """int32 ``[1]`` on the CPU: the page-aligned context of this device's replica, where taken."""
+
+    workspace: BufferValue | None = None
+    """This device's scratch, where the decoder declares it."""

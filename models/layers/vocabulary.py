@@ -167,10 +167,10 @@ class OutputHead(Module):
         placement = self.config.placement
         if placement.splits_vocabulary(self.config.settings):
             parts = [_logits(h, table) for h, table in zip(hidden, tables, strict=True)]
-            whole = collectives.concat_in_replicas(parts)[:: placement.tensor]
+            whole = collectives.concat_in_replicas(parts)[:: placement.group]
         else:
             # Each replica's first device projects for the replica.
-            firsts = hidden[:: placement.tensor]
+            firsts = hidden[:: placement.group]
             whole = [_logits(h, table) for h, table in zip(firsts, tables, strict=True)]
         return collectives.concat_replicas(whole)
 
@@ -189,7 +189,7 @@ class OutputHead(Module):
                 f"{mode} is refused before the graph is built"
             )
             rows = self.norm(xs)
-        return collectives.concat_replicas(rows[:: self.config.placement.tensor])
+        return collectives.concat_replicas(rows[:: self.config.placement.group])
 
 
 def _logits(hidden: TensorValue, table: TensorValue) -> TensorValue:

@@ -1,0 +1,119 @@
+"""The product of a few rows with a few weights: what all our matrix products are made of."""
+
+from std.collections import Array
+from std.sys import simd_width_of
+
+comptime F32 = DType.float32
+comptime WIDTH = simd_width_of[F32]()
+# A tile of 4 by 4 outputs: 16 accumulators, and 8 loads for 16 multiply-adds.
+comptime TILE = 4
+# Below this many multiply-adds a second thread costs more than it brings.
+comptime PARALLEL_FROM = 1 << 17
+
+
+@always_inline
+def tile[
+    rows: Int, columns: Int
+](
+    x: Pointer[Scalar[F32], _],
+    x_at: Array[Int, rows],
+    w: Pointer[Scalar[F32], _],
+    w_stride: Int,
+    y: Pointer[mut=True, Scalar[F32], _],
+    y_at: Array[Int, rows],
+    k: Int,
+):
+    """Writes rows of y, at offsets of their own: rows of x, likewise, times consecutive rows of w.
+
+    Each sum goes over k elements; w's rows are w_stride apart.
+    """
+    var sums = Array[SIMD[F32, WIDTH], rows * columns](fill=0)
+    var whole = k - k % WIDTH
+    for at in range(0, whole, WIDTH):
+        var weights = Array[SIMD[F32, WIDTH], columns](fill=0)
+        comptime for c in range(columns):
+            weights[c] = w.unsafe_offset(c * w_stride + at).unsafe_load[width=WIDTH]()
+        comptime for r in range(rows):
+            var values = x.unsafe_offset(x_at[r] + at).unsafe_load[width=WIDTH]()
+            comptime for c in range(columns):
+                sums[r * columns + c] = values.fma(weights[c], sums[r * columns + c])
+    comptime for r in range(rows):
+        comptime for c in range(columns):
+            var total = sums[r * columns + c].reduce_add()
+            for at in range(whole, k):
+                total += (
+                    x.unsafe_offset(x_at[r] + at).unsafe_load()
+                    * w.unsafe_offset(c * w_stride + at).unsafe_load()
+                )
+            y.unsafe_offset(y_at[r] + c).unsafe_store(total)
+
+
+@always_inline
+def products(
+    x: Pointer[Scalar[F32], _],
+    x_at: Pointer[Int, _],
+    w: Pointer[Scalar[F32], _],
+    w_stride: Int,
+    y: Pointer[mut=True, Scalar[F32], _],
+    y_at: Pointer[Int, _],
+    k: Int,
+    rows: Int,
+    columns: Int,
+):
+    """The same of any number of rows and columns, in tiles."""
+    var column = 0
+    while column < columns:
+        var weights = w.unsafe_offset(column * w_stride)
+        var out = y.unsafe_offset(column)
+        var row = 0
+        if column + TILE <= columns:
+            while row + TILE <= rows:
+                tile[TILE, TILE](
+                    x, _take[TILE](x_at, row), weights, w_stride, out, _take[TILE](y_at, row), k
+                )
+                row += TILE
+            while row < rows:
+                tile[1, TILE](
+                    x, _take[1](x_at, row), weights, w_stride, out, _take[1](y_at, row), k
+                )
+                row += 1
+            column += TILE
+        else:
+            while row < rows:
+                tile[1, 1](
+                    x, _take[1](x_at, row), weights, w_stride, out, _take[1](y_at, row), k
+                )
+                row += 1
+            column += 1
+
+
+@always_inline
+def row_products(
+    x: Pointer[Scalar[F32], _],
+    w: Pointer[Scalar[F32], _],
+    w_stride: Int,
+    y: Pointer[mut=True, Scalar[F32], _],
+    k: Int,
+    columns: Int,
+):
+    """The same of one row."""
+    var at = Array[Int, 1](fill=0)
+    var column = 0
+    while column + TILE <= columns:
+        tile[1, TILE](
+            x, at, w.unsafe_offset(column * w_stride), w_stride, y.unsafe_offset(column), at, k
+        )
+        column += TILE
+    while column < columns:
+        tile[1, 1](
+            x, at, w.unsafe_offset(column * w_stride), w_stride, y.unsafe_offset(column), at, k
+        )
+        column += 1
+
+
+@always_inline
+def _take[count: Int](offsets: Pointer[Int, _], first: Int) -> Array[Int, count]:
+    var taken = Array[Int, count](fill=0)
+    comptime for i in range(count):
+        taken[i] = offsets.unsafe_offset(first + i).unsafe_load()
+    return taken^
