@@ -131,6 +131,8 @@ def _undivided(parallel: ParallelConfig, settings: ModelSettings, tensor: int) -
             "evenly over it"
         )
     columns = {}
+    if settings.conv is not None:
+        columns["the short convolution"] = settings.hidden_size
     if settings.dense_layers:
         columns["the feed-forward"] = settings.intermediate_size
     if settings.experts is not None:

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from max import tree
-from max.graph import BufferType
-from max.nn.kv_cache import KVCacheParams
+from max.graph import BufferType, TensorType
 
 from models.config import DecoderConfig
 from models.contract import Contract
@@ -77,6 +76,9 @@ class DeviceShare:
     scratch: int
     """The workspace that the decoder declares."""
 
+    state: int
+    """What is kept per request beside the KV cache."""
+
     @property
     def total(self) -> int:
         """The sum of the bytes."""
@@ -85,7 +87,7 @@ class DeviceShare:
     @property
     def workspace(self) -> int:
         """Buffers that a step works in."""
-        return self.signals + self.exchange + self.scratch
+        return self.signals + self.exchange + self.scratch + self.state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +162,7 @@ def device_shares(
                     signals=_buffer_bytes(contract.inputs.signals, holder),
                     exchange=_buffer_bytes(contract.inputs.ep, holder),
                     scratch=_buffer_bytes(contract.inputs.scratch, holder),
+                    state=_buffer_bytes(contract.inputs.state, holder),
                 )
             )
     return tuple(shares)
@@ -168,14 +171,14 @@ def device_shares(
 def page_bytes(config: DecoderConfig) -> int:
     """The bytes of one KV page on one device of a stage."""
     params = config.kv_params
-    assert isinstance(params, KVCacheParams)
+    if params is None:
+        return 0
     return math.prod(params.shape_per_block) * params.dtype.size_in_bytes
 
 
 def page_size(config: DecoderConfig) -> int:
     """The tokens of one KV page."""
-    assert isinstance(config.kv_params, KVCacheParams)
-    return config.kv_params.page_size
+    return 1 if config.kv_params is None else config.kv_params.page_size
 
 
 def kv_bytes_per_token(configs: Iterable[DecoderConfig]) -> int:
@@ -188,7 +191,8 @@ def kv_bytes_per_token(configs: Iterable[DecoderConfig]) -> int:
             if settings.latent is None
             else settings.latent.cached_dim
         )
-        total += len(config.placement.layers) * per_layer * config.dtype.size_in_bytes
+        attending = settings.attending(config.placement.layers)
+        total += len(attending) * per_layer * config.dtype.size_in_bytes
     return total
 
 
@@ -198,7 +202,8 @@ def _buffer_bytes(per_device: Any, holder: int) -> int:
         return 0
     return sum(
         math.prod(int(dim) for dim in buffer.shape) * buffer.dtype.size_in_bytes
-        for buffer in tree.leaves(per_device[holder], leaf=BufferType)
+        for buffer in tree.leaves(per_device[holder], leaf=(BufferType, TensorType))
+        if isinstance(buffer, BufferType)
     )
 
 

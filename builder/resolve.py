@@ -38,6 +38,7 @@ from models.kv_cache import kv_cache_params
 from models.layers.vocabulary import TOKEN_EMBEDDING
 from models.placement import Placement, even_counts, split_layers
 from models.settings import ModelSettings
+from models.state import state_types
 from models.weights import declared_weights, expected_shapes
 
 DTYPES = {Encoding.float32: DType.float32, Encoding.bfloat16: DType.bfloat16}
@@ -212,6 +213,7 @@ def _decoder_config(
         dtype=dtype,
         kv_params=kv_cache_params(settings, placement, dtype, page_size),
         max_seq_len=max_length,
+        max_batch_size=batch.max_batch_size,
         max_batch_input_tokens=batch.max_batch_input_tokens,
         max_context_length=pages * page_size,
         return_logits=return_logits,
@@ -221,7 +223,9 @@ def _decoder_config(
         config,
         declarations=Declarations(
             signal_bytes=signal_bytes(placement),
+            token_positions=settings.rope is None and placement.is_first,
             takes_batch_context_lengths=settings.latent is not None,
+            state=state_types(settings, placement, dtype, batch.max_batch_size),
             ep=_exchange_types(config),
             scratch=scratch_types(config),
             constants={

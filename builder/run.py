@@ -119,14 +119,14 @@ class Runner:
                 for running in replicas:
                     for pair in [pair for pair in running if pair[0].finish is not None]:
                         running.remove(pair)
-                        self._kv.release(pair[1])
+                        self._release(pair[1])
         except Exception:
             ended = "error"
             raise
         finally:
             for request, context in chain.from_iterable(replicas):
                 request.finish = request.finish or ended
-                self._kv.release(context)
+                self._release(context)
             for request in waiting:
                 request.finish = ended
 
@@ -142,6 +142,10 @@ class Runner:
     def free_pages(self) -> int:
         """Pages that no sequence holds, over all replicas."""
         return sum(self._kv.block_count(i).free for i in range(self.plan.num_replicas))
+
+    def _release(self, context: TextContext) -> None:
+        self._kv.release(context)
+        self.model.state.release(context.request_id)
 
     def _pages(self, request: Request) -> int:
         return -(-(len(request.prompt_ids) + request.max_new_tokens) // self._page_size)

@@ -10,7 +10,7 @@ import numpy as np
 from max import tree
 from max.driver import Buffer, Device
 from max.graph import BufferType, DeviceRef, TensorType
-from max.nn.kv_cache import KVCacheInputs, KVCacheParamInterface, KVCacheParams
+from max.nn.kv_cache import KVCacheInputs, KVCacheParamInterface
 from max.nn.transformer import ReturnHiddenStates, ReturnLogits
 from max.pipelines.context import TextContext
 from max.pipelines.lib.graph_specs import GraphRole
@@ -26,6 +26,7 @@ from models.config import DecoderConfig
 from models.contract import resolve_contract
 from models.exchange import ExpertParallelExchange
 from models.role_contracts import DecoderInputs, DecoderOutputs
+from models.state import RequestStateStore, StateRow
 
 
 class DecoderArchConfig(Protocol):
@@ -107,6 +108,7 @@ class GraphApiDecoderBatchProcessor(
         self._stages = config.stages
         self._one = Buffer.from_numpy(np.ones(1, np.int64))
         self._ep: ExpertParallelExchange | None = None
+        self._state: RequestStateStore | None = None
         self._lasting: tuple[dict[str, Any], ...] = ({},) * len(config.stages)
 
     def bind_lasting_inputs(self, per_stage: Sequence[dict[str, Any]]) -> None:
@@ -116,6 +118,10 @@ class GraphApiDecoderBatchProcessor(
             per_stage: Each stage's, by field: signals, constants and scratch.
         """
         self._lasting = tuple(per_stage)
+
+    def bind_state(self, state: RequestStateStore) -> None:
+        """Receives the store of what is kept per request."""
+        self._state = state
 
     def bind_ep_comm_initializer(self, initializer: ExpertParallelExchange | None) -> None:
         """Receives the exchange whose buffers every batch carries."""
@@ -165,14 +171,24 @@ class GraphApiDecoderBatchProcessor(
             if return_n_logits == 1
             else Buffer.from_numpy(np.array([return_n_logits], np.int64)),
         }
+        positions = None
+        if any(config.declarations.token_positions for config in self._stages):
+            positions = _positions(contexts, self._stages[0].placement.devices[0])
         if len(replica_batches) > 1:
             ends = np.cumsum([0, *map(len, replica_batches)], dtype=np.int64)
             shared["host_input_row_offsets"] = offsets
             shared["data_parallel_splits"] = Buffer.from_numpy(ends)
+        assert self._state is not None
+        batches = [
+            [StateRow(c.request_id, c.tokens.processed_length > 0) for c in batch]
+            for batch in replica_batches
+        ]
         stages = tuple(
             DecoderInputs(
                 **shared,
-                kv=_stage_kv(kv_cache_inputs, config),
+                token_positions=positions if config.declarations.token_positions else None,
+                kv=_stage_kv(kv_cache_inputs, config, len(self._stages)),
+                state=self._state.inputs(stage, config.placement, batches),
                 batch_context_lengths=_context_lengths(config, replica_batches),
                 ep=None if self._ep is None else self._ep.model_inputs(stage),
                 **lasting,
@@ -218,7 +234,7 @@ def _context_lengths(
     declared = config.declarations
     if not declared.takes_batch_context_lengths:
         return None
-    assert isinstance(config.kv_params, KVCacheParams)
+    assert config.kv_params is not None
     size = config.kv_params.page_size
     lengths = [
         sum(-(-context.tokens.current_position // size) * size for context in batch)
@@ -236,5 +252,17 @@ def _context_lengths(
     )
 
 
-def _stage_kv(inputs: Any, config: DecoderConfig) -> Any:
-    return inputs if config.placement.num_stages == 1 else inputs[stage_role(config)]
+def _positions(contexts: Sequence[TextContext], device: DeviceRef) -> Buffer:
+    """Each token's position in its sequence, int64 ``[total_seq_len]``."""
+    ranges = [
+        np.arange(context.tokens.processed_length, context.tokens.current_position)
+        for context in contexts
+    ]
+    positions = np.concatenate(ranges, dtype=np.int64) if ranges else np.zeros(0, np.int64)
+    return Buffer.from_numpy(positions).to(device.to_device())
+
+
+def _stage_kv(inputs: Any, config: DecoderConfig, num_stages: int) -> Any:
+    if config.kv_params is None:
+        return ()
+    return inputs if num_stages == 1 else inputs[stage_role(config)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from max.dtype import DType
-from max.nn.kv_cache import KVCacheParamInterface
+from max.nn.kv_cache import KVCacheParams
 from max.nn.transformer import ReturnHiddenStates, ReturnLogits
 
 from models.placement import Placement
@@ -48,7 +48,7 @@ class Declarations:
     """Checkpoint-backed deployment inputs."""
 
     state: tuple[Any, ...] | None = None
-    """The decoder's ``RequestStateStore``, in its order."""
+    """What the decoder keeps per request, per device, in the ``RequestStateStore``'s order."""
 
     scratch: tuple[Any, ...] | None = None
     """The decoder's ``scratch_types``."""
@@ -70,14 +70,17 @@ class DecoderConfig:
     dtype: DType
     """The dtype of weights and activations."""
 
-    kv_params: KVCacheParamInterface
-    """The KV cache of this stage's own layers."""
+    kv_params: KVCacheParams | None
+    """The KV cache of this stage's own layers; ``None`` where none of them attends."""
 
     max_seq_len: int
     """The longest sequence served, prompt and continuation, in tokens."""
 
     max_batch_input_tokens: int = 512
     """The most tokens of one replica's step."""
+
+    max_batch_size: int = 8
+    """The most sequences of one replica's step."""
 
     max_context_length: int = 0
     """The most tokens that a replica's pages hold."""
@@ -93,3 +96,7 @@ class DecoderConfig:
 
     declarations: Declarations = field(default_factory=Declarations)
     """The optional inputs."""
+
+    def kv_layer(self, layer: int) -> int:
+        """A layer's position in the KV cache of the stage, which has those that attend."""
+        return self.settings.attending(self.placement.layers).index(layer)

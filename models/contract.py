@@ -150,7 +150,12 @@ def _input_row_offsets(config: DecoderConfig) -> tuple[Any, str, tuple[str, ...]
 def _token_positions(config: DecoderConfig) -> tuple[Any, str, tuple[str, ...]]:
     keys = ("model.source",)
     if not config.declarations.token_positions:
-        return None, f"{config.settings.family} does not declare absolute positions", keys
+        reason = (
+            f"{config.settings.family} does not declare absolute positions"
+            if config.settings.rope is not None
+            else "positions are added in the first stage"
+        )
+        return None, reason, keys
     device = config.placement.devices[0]
     return (
         TensorType(DType.int64, ["total_seq_len"], device),
@@ -207,10 +212,15 @@ def _signals(config: DecoderConfig) -> tuple[Any, str, tuple[str, ...]]:
 
 def _kv(config: DecoderConfig) -> tuple[Any, str, tuple[str, ...]]:
     layers = config.placement.layers
+    keys = ("deployment.kv", "deployment.parallel")
+    if config.kv_params is None:
+        return (), f"none of layers {layers.start} to {layers.stop - 1} attends", keys
+    attending = len(config.settings.attending(layers))
+    which = "" if attending == len(layers) else f"the {attending} attending of "
     return (
         config.kv_params.get_symbolic_inputs(),
-        f"the pages of layers {layers.start} to {layers.stop - 1}, per device",
-        ("deployment.kv", "deployment.parallel"),
+        f"the pages of {which}layers {layers.start} to {layers.stop - 1}, per device",
+        keys,
     )
 
 

@@ -21,14 +21,16 @@ from models.layers.attention import Attention
 from models.layers.experts import MixtureOfExperts
 from models.layers.latent_attention import LatentAttention, workspace_types
 from models.layers.mlp import MLP
-from models.layers.norm import ReplicatedRMSNorm
+from models.layers.norm import ReplicatedNorm
 from models.layers.rope import RopeTable, rope_table
+from models.layers.short_conv import ShortConv
 from models.layers.step import Step
 from models.layers.vocabulary import (
     EMBED_TOKENS,
     LM_HEAD,
     TOKEN_EMBEDDING,
     OutputHead,
+    PositionTable,
     TableShard,
     declare_table,
     embed,
@@ -52,10 +54,10 @@ class DecoderLayer(Module):
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
-        self.input_norm = ReplicatedRMSNorm(config, f"layers.{layer}.input_layernorm.weight")
-        self.self_attn = _mixer(config, layer)
-        self.post_attention_norm = ReplicatedRMSNorm(
-            config, f"layers.{layer}.post_attention_layernorm.weight"
+        self.input_norm = ReplicatedNorm(config, f"layers.{layer}.input_layernorm")
+        self.mixer = _mixer(config, layer)
+        self.post_attention_norm = ReplicatedNorm(
+            config, f"layers.{layer}.post_attention_layernorm"
         )
         self.feed_forward = _feed_forward(config, layer)
 
@@ -67,15 +69,17 @@ class DecoderLayer(Module):
         exchange: Exchange | None,
     ) -> list[TensorValue]:
         """Per device [tokens, hidden] to [tokens, hidden]."""
-        xs = _add(xs, self.self_attn(self.input_norm(xs), steps, collectives))
+        xs = _add(xs, self.mixer(self.input_norm(xs), steps, collectives))
         normed = self.post_attention_norm(xs)
         if isinstance(self.feed_forward, MixtureOfExperts):
             return _add(xs, self.feed_forward(normed, collectives, exchange))
         return _add(xs, self.feed_forward(normed, collectives))
 
 
-def _mixer(config: DecoderConfig, layer: int) -> Attention | LatentAttention:
-    latent = config.settings.latent
+def _mixer(config: DecoderConfig, layer: int) -> Attention | LatentAttention | ShortConv:
+    latent, conv = config.settings.latent, config.settings.conv
+    if conv is not None and layer in conv.layers:
+        return ShortConv(config, conv, layer)
     return Attention(config, layer) if latent is None else LatentAttention(config, latent, layer)
 
 
@@ -99,10 +103,13 @@ class CausalDecoder(GraphApiModule):
         super().__init__(config)
         settings, placement = config.settings, config.placement
         holders = range(len(placement.devices))
-        table = Computed(
-            partial(rope_table, settings.rope, settings.rotary_dim, config.max_seq_len)
-        )
-        self.rope = LayerList([RopeTable(config, holder, table) for holder in holders])
+        if settings.rope is not None and settings.attending(placement.layers):
+            table = Computed(
+                partial(rope_table, settings.rope, settings.rotary_dim, config.max_seq_len)
+            )
+            self.rope = LayerList([RopeTable(config, holder, table) for holder in holders])
+        if config.declarations.token_positions:
+            self.embed_positions = PositionTable(config)
         if placement.is_first and not _is_constant(config):
             self.embed_tokens = LayerList(
                 [TableShard(config, EMBED_TOKENS, holder) for holder in holders]
@@ -130,7 +137,7 @@ class CausalDecoder(GraphApiModule):
         """Computes one step of a ragged batch, or this stage's part of it."""
         placement = self.config.placement
         collectives = collectives_for(placement, inputs.signals)
-        tokens, offsets = self._split(inputs)
+        tokens, offsets = self._split(inputs, inputs.tokens)
         steps = self._steps(inputs, offsets)
         exchange = None
         if inputs.ep is not None:
@@ -138,6 +145,8 @@ class CausalDecoder(GraphApiModule):
             exchange = HostExchange(self.config.settings.experts, placement, inputs.ep)
         if placement.is_first:
             xs = embed(self.config, self._embedding_tables(inputs), tokens, collectives)
+            if inputs.token_positions is not None:
+                xs = self.embed_positions(xs, self._split(inputs, inputs.token_positions)[0])
         else:
             xs = self._guarded(inputs.stage_boundary, tokens)
         if not placement.is_last:
@@ -163,25 +172,35 @@ class CausalDecoder(GraphApiModule):
         """Per device, what every layer of this step shares."""
         placement = self.config.placement
         caches = tree.leaves(inputs.kv, leaf=KVCacheInputsPerDevice)
+        tables = [table() for table in self.rope] if hasattr(self, "rope") else None
         lengths = inputs.batch_context_lengths
         per_device = self.config.declarations.device_context_length_dtype is not None
         steps = []
-        for holder, (rows, cache, table) in enumerate(zip(offsets, caches, self.rope, strict=True)):
+        for holder, rows in enumerate(offsets):
             length = None
             if lengths is not None:
                 length = lengths[holder if per_device else placement.replica(holder)]
                 length = ops.cast(length.to(DeviceRef.CPU()), DType.int32)
             workspace = None if inputs.scratch is None else inputs.scratch[holder]
-            steps.append(Step(rows, cache, table(), length, workspace))
+            steps.append(
+                Step(
+                    row_offsets=rows,
+                    kv=caches[holder] if caches else None,
+                    rope=None if tables is None else tables[holder],
+                    context_length=length,
+                    state=None if inputs.state is None else inputs.state[holder],
+                    workspace=workspace,
+                )
+            )
         return steps
 
     def _split(
-        self, inputs: DecoderInputs[TensorValue, BufferValue]
+        self, inputs: DecoderInputs[TensorValue, BufferValue], per_token: TensorValue
     ) -> tuple[list[TensorValue], list[TensorValue]]:
-        """Per device, its replica's tokens and their row offsets."""
+        """Per device, its replica's part of what there is per token, and its row offsets."""
         placement = self.config.placement
         devices = list(placement.devices)
-        tokens = [inputs.tokens.to(device) for device in devices]
+        tokens = [per_token.to(device) for device in devices]
         offsets = [inputs.input_row_offsets.to(device) for device in devices]
         if placement.data == 1:
             return tokens, offsets

@@ -23,8 +23,8 @@ from models.settings import ModelSettings
 
 def kv_cache_params(
     settings: ModelSettings, placement: Placement, dtype: DType, page_size: int
-) -> KVCacheParams:
-    """The KV cache of a stage's layers.
+) -> KVCacheParams | None:
+    """The KV cache of a stage's layers; ``None`` where none of them attends.
 
     Args:
         settings: The model.
@@ -32,9 +32,11 @@ def kv_cache_params(
         dtype: The dtype of what is cached.
         page_size: Tokens of a page.
     """
+    if not settings.attending(placement.layers):
+        return None
     shared: dict[str, Any] = {
         "dtype": dtype,
-        "num_layers": len(placement.layers),
+        "num_layers": len(settings.attending(placement.layers)),
         "page_size": page_size,
         "devices": list(placement.devices),
         "data_parallel_degree": placement.data,

@@ -52,6 +52,7 @@ from models.config import DecoderConfig
 from models.exchange import ExpertParallelExchange, HostExchangeBuffers
 from models.graph_api import GraphApiModule
 from models.kernels import KERNELS
+from models.state import RequestStateStore
 from models.weights import TensorReader, WeightLoader, declared_weights
 
 HIDDEN_STATES = (
@@ -65,9 +66,11 @@ HIDDEN_STATES = (
 
 def stages_kv_params(stages: Sequence[DecoderConfig]) -> KVCacheParamInterface:
     """The KV cache of all stages: one stage's, or a tree with one subtree per stage."""
+    params = {stage_role(s): s.kv_params for s in stages if s.kv_params is not None}
+    assert params, "a model in which no layer attends is refused"
     if len(stages) == 1:
-        return stages[0].kv_params
-    return MultiKVCacheParams.from_params({stage_role(s): s.kv_params for s in stages})
+        return next(iter(params.values()))
+    return MultiKVCacheParams.from_params(params)
 
 
 Loaded = tuple[CompiledArtifacts, dict[str, Model]]
@@ -180,6 +183,11 @@ class GraphApiDecoderPipelineModel(
         self._logprobs_session = session
         self.kv_params = self.arch_config.get_kv_params()
         self._check_data_parallelism()
+        self.state = RequestStateStore(
+            [config.declarations.state for config in self.stages],
+            self.stages[0].placement.data,
+            self.stages[0].max_batch_size,
+        )
         if any(config.declarations.ep is not None for config in self.stages):
             self.ep_comm_initializer = HostExchangeBuffers(self.stages)
         self._models = self.load_graphs(session)
@@ -284,6 +292,7 @@ class GraphApiDecoderPipelineModel(
         self.batch_processor.bind_lasting_inputs(
             [_lasting_inputs(decoder, self._weights) for decoder in self._decoders]
         )
+        self.batch_processor.bind_state(self.state)
         self._bind_ep_comm_initializer()
         return models
 

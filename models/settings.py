@@ -94,11 +94,19 @@ class ExpertSettings:
     layers: frozenset[int]
     """The layers that have experts."""
 
-    block: str = "mlp"
-    """The checkpoint's name of the layer's part."""
 
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """The checkpoint's names of an expert's three projections."""
+@dataclass(frozen=True, kw_only=True)
+class ShortConvSettings:
+    """Gated short convolutions in place of some layers' attention (LFM2)."""
+
+    layers: frozenset[int]
+    """The layers that convolve."""
+
+    width: int
+    """Tokens that an output sees, its own included."""
+
+    bias: bool = False
+    """Whether the convolution and its projections have a bias."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,10 +180,13 @@ class ModelSettings:
     """Width of the feed-forward's inner layer."""
 
     norm_eps: float
-    """The epsilon of every RMS norm."""
+    """The epsilon of every norm of the residual stream."""
 
-    rope: RopeSettings
-    """Rotary position embedding."""
+    norm: Literal["rms", "layer"] = "rms"
+    """What the residual stream is normalised by."""
+
+    rope: RopeSettings | None
+    """Rotary position embedding; ``None`` where positions are learned and added to the tokens."""
 
     max_position_embeddings: int
     """The longest sequence the checkpoint is made for."""
@@ -195,6 +206,15 @@ class ModelSettings:
     mlp_bias: bool = False
     """Whether the feed-forward's projections have a bias."""
 
+    mlp_gated: bool = True
+    """Whether the feed-forward's inner layer is multiplied with a gate."""
+
+    qkv_fused: bool = False
+    """Whether the checkpoint has queries, keys and values in one tensor."""
+
+    transposed: bool = False
+    """Whether the checkpoint's matrices of layers have one row per input."""
+
     qk_norm: Literal["head", "projection"] | None = None
     """What of queries and keys is RMS-normalised before the rotation: each head, or all at once."""
 
@@ -210,6 +230,9 @@ class ModelSettings:
     latent: LatentSettings | None = None
     """Latent attention; ``None`` is attention over whole keys and values."""
 
+    conv: ShortConvSettings | None = None
+    """Short convolutions; ``None`` where every layer attends."""
+
     unread_layers: int = 0
     """Layers behind the last that checkpoints have and a decoder does not read: heads that
     predict further tokens."""
@@ -221,6 +244,14 @@ class ModelSettings:
     def rotary_dim(self) -> int:
         """The dimensions of a head that are rotated."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    def attending(self, layers: range) -> tuple[int, ...]:
+        """Which of some layers attend, and so have keys and values."""
+        return tuple(n for n in layers if self.conv is None or n not in self.conv.layers)
+
+    def convolving(self, layers: range) -> tuple[int, ...]:
+        """Which of some layers convolve, and so keep state."""
+        return tuple(n for n in layers if self.conv is not None and n in self.conv.layers)
 
     @property
     def dense_layers(self) -> int:

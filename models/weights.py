@@ -43,14 +43,27 @@ class Piece:
     columns: tuple[int, int] | None = None
     """First column and the one after the last; ``None`` is all."""
 
+    transposed: bool = False
+    """Whether the tensor is stored with rows and columns exchanged."""
+
     def read(self, reader: TensorReader) -> Array:
         """The piece's values."""
+        if self.transposed:
+            return self._part(reader.read(self.tensor).T)
         rows = slice(None) if self.rows is None else slice(*self.rows)
         values = reader.read(self.tensor, rows)
         return values if self.columns is None else values[:, slice(*self.columns)]
 
+    def _part(self, values: Array) -> Array:
+        rows, columns = (
+            slice(None) if ends is None else slice(*ends) for ends in (self.rows, self.columns)
+        )
+        return values[rows, columns]
+
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         """The piece's shape, from its tensor's."""
+        if self.transposed:
+            whole = whole[::-1]
         rows = whole[0] if self.rows is None else self.rows[1] - self.rows[0]
         if self.columns is None:
             return (rows, *whole[1:])
@@ -112,26 +125,30 @@ class DeclaredWeight(Weight):
         return TensorType(self.dtype, list(self.sizes), self.device)
 
 
-def rows_of(tensor: str, rows: range, width: int = 1) -> Piece:
+def rows_of(tensor: str, rows: range, width: int = 1, transposed: bool = False) -> Piece:
     """Consecutive groups of rows of a tensor, such as the rows of some heads.
 
     Args:
         tensor: The tensor's canonical name.
         rows: Which groups.
         width: Rows per group.
+        transposed: Whether the tensor is stored with rows and columns exchanged.
     """
-    return Piece(tensor, rows=(rows.start * width, rows.stop * width))
+    ends = (rows.start * width, rows.stop * width)
+    return Piece(tensor, rows=ends, transposed=transposed)
 
 
-def columns_of(tensor: str, columns: range, width: int = 1) -> Piece:
+def columns_of(tensor: str, columns: range, width: int = 1, transposed: bool = False) -> Piece:
     """Consecutive groups of columns of a tensor.
 
     Args:
         tensor: The tensor's canonical name.
         columns: Which groups.
         width: Columns per group.
+        transposed: Whether the tensor is stored with rows and columns exchanged.
     """
-    return Piece(tensor, columns=(columns.start * width, columns.stop * width))
+    ends = (columns.start * width, columns.stop * width)
+    return Piece(tensor, columns=ends, transposed=transposed)
 
 
 def declared_weights(module: Module, prefix: str = "") -> dict[str, DeclaredWeight]:
@@ -165,6 +182,8 @@ def expected_shapes(weights: Iterable[DeclaredWeight]) -> dict[str, tuple[int, .
             ends = [piece.rows[1] if piece.rows else weight.sizes[0], *weight.sizes[1:]]
             if piece.columns is not None:
                 ends[1] = piece.columns[1]
+            if piece.transposed:
+                ends.reverse()
             before = shapes.get(piece.tensor, (0,) * len(ends))
             shapes[piece.tensor] = tuple(map(max, before, ends))
     return shapes

@@ -28,7 +28,11 @@ REFERENCE = Path(__file__).parent / "reference"
 FAMILIES = (
     *("tiny_llama", "tiny_qwen2", "tiny_qwen3", "tiny_mistral"),
     *("tiny_mixtral", "tiny_qwen3_moe", "tiny_olmoe", "tiny_deepseek_v2", "tiny_deepseek_v3"),
+    *("tiny_lfm2", "tiny_gpt2"),
 )
+
+LFM2_STAGES = ("model=tiny_lfm2", "deployment=pp2", "deployment.parallel.stage_layers=[1,3]")
+"""Two stages, in the first of which no layer attends."""
 
 
 def plan_for(*overrides: str) -> Plan:
@@ -42,7 +46,12 @@ def _deployments(model: str, *names: str) -> tuple[tuple[str, ...], ...]:
 
 
 TOGETHER = (
-    tuple((f"model={family}",) for family in FAMILIES),
+    (
+        *((f"model={family}",) for family in FAMILIES),
+        *_deployments("tiny_lfm2", "tp2", "dp2"),
+        LFM2_STAGES,
+        *_deployments("tiny_gpt2", "dp2"),
+    ),
     # The others are the command's too, which compiles each alone.
     _deployments("tiny_llama", "cpu_variable_logits", "tp4", "dp2", "dp4")
     + _deployments("tiny_llama", "pp2", "pp3_uneven", "pp2_tp2"),

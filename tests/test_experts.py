@@ -200,7 +200,7 @@ class _Random:
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         if name.endswith("gate.weight"):
             return np.eye(NUM_EXPERTS, HIDDEN, dtype=np.float32)
-        shape = (HIDDEN, INNER) if ".w2." in name else (INNER, HIDDEN)
+        shape = (HIDDEN, INNER) if ".down_proj." in name else (INNER, HIDDEN)
         generator = np.random.default_rng(sum(map(ord, name)))
         return generator.standard_normal(shape, np.float32)[rows]
 
@@ -250,9 +250,9 @@ def _wanted(x: np.ndarray) -> np.ndarray:
     reader, rows = _Random(), []
     for row in x:
         expert = int(row[:NUM_EXPERTS].argmax())
-        names = (f"layers.0.block_sparse_moe.experts.{expert}.{w}.weight" for w in ("w1", "w3"))
+        names = (f"layers.0.mlp.experts.{expert}.{w}.weight" for w in ("gate_proj", "up_proj"))
         gate, up = (reader.read(name) @ row for name in names)
-        down = reader.read(f"layers.0.block_sparse_moe.experts.{expert}.w2.weight")
+        down = reader.read(f"layers.0.mlp.experts.{expert}.down_proj.weight")
         # One choice, normalised: its weight is 1.
         rows.append(down @ (gate / (1 + np.exp(-gate)) * up))
     return np.stack(rows) if rows else np.zeros_like(x)

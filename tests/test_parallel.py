@@ -379,7 +379,7 @@ def test_slice_that_is_off_by_one_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
     compiled_for(MODEL, "deployment=tp2")
 
     def shift(weights: dict[str, np.ndarray]) -> None:
-        name = "decoder.layers.1.self_attn.shards.1.qkv_proj.weight"
+        name = "decoder.layers.1.mixer.shards.1.qkv_proj.weight"
         weights[name] = np.roll(weights[name], 1, axis=0)
 
     _with_loaded_weights(monkeypatch, shift)

@@ -19,7 +19,7 @@ from models.families import family_for
 from models.families.base import ConfigReader
 from models.settings import ModelSettings
 
-_IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.attention\.bias$|\.masked_bias$")
+_IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.attention\.bias$|\.attn\.bias$|\.masked_bias$")
 """Buffers that old exporters saved beside the weights; they are recomputed, never read."""
 
 
@@ -28,7 +28,7 @@ class TensorInfo:
     """One tensor, as the header describes it."""
 
     name: str
-    """The canonical name: Hugging Face's, without the leading ``model.``."""
+    """The canonical name: that of Hugging Face's Llama, without the leading ``model.``."""
 
     shape: tuple[int, ...]
     """Rows first, as numpy has it."""

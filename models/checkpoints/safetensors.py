@@ -10,7 +10,7 @@ import json
 import math
 import mmap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from models.checkpoints.base import Checkpoint, TensorInfo, is_ignored, read_json_object
 from models.errors import ConfigError
+from models.families import family_for
 
 _STORED_AS: dict[str, npt.DTypeLike] = {
     "F64": np.float64,
@@ -45,7 +46,7 @@ class SafetensorsCheckpoint(Checkpoint):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._config = read_json_object(path / "config.json")
-        self._locations = _locate(path)
+        self._stored = _locate(path)
         self._maps: dict[Path, mmap.mmap] = {}
 
     @property
@@ -54,9 +55,23 @@ class SafetensorsCheckpoint(Checkpoint):
         return self._config
 
     @cached_property
+    def _locations(self) -> Mapping[str, _Location]:
+        if not self._stored:
+            return {}
+        family = family_for(self._config, source=str(self.path))
+        return {family.canonical(name): location for name, location in self._stored.items()}
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the tensors are there; without them the model can be planned, not run."""
+        return bool(self._stored)
+
+    @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Every tensor of every shard by canonical name."""
-        return {name: location.info for name, location in self._locations.items()}
+        return {
+            name: replace(location.info, name=name) for name, location in self._locations.items()
+        }
 
     def read(self, name: str, rows: slice = slice(None)) -> npt.NDArray[np.float32]:
         """Reads rows of one tensor; float32 comes as a view of the mapped file."""
@@ -172,7 +187,7 @@ def _read_header(file: Path) -> dict[str, _Location]:
                 f"model.source: {file}: {raw} has {end - begin} bytes, but its shape "
                 f"{list(shape)} as {encoding} needs {math.prod(shape) * itemsize}"
             )
-        name = raw.removeprefix("model.")
+        name = raw.removeprefix("model.").removeprefix("transformer.")
         info = TensorInfo(name, shape, encoding, end - begin)
         locations[raw] = _Location(file, start + begin, info)
     return locations

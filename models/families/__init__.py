@@ -12,6 +12,8 @@ from models.errors import ConfigError
 from models.families import (
     deepseek_v2,
     deepseek_v3,
+    gpt2,
+    lfm2,
     llama,
     mistral,
     mixtral,
@@ -32,6 +34,8 @@ FAMILIES: tuple[Family, ...] = (
     olmoe.FAMILY,
     deepseek_v2.FAMILY,
     deepseek_v3.FAMILY,
+    lfm2.FAMILY,
+    gpt2.FAMILY,
 )
 
 

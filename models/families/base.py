@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,15 @@ class Family:
 
     settings: Callable[[ConfigReader], ModelSettings]
     """Maps a configuration to our settings."""
+
+    names: tuple[tuple[str, str], ...] = ()
+    """Patterns in Hugging Face's tensor names, and what the Llama line calls the same."""
+
+    def canonical(self, name: str) -> str:
+        """The name by which our layers know a checkpoint's tensor."""
+        for pattern, replacement in self.names:
+            name = re.sub(pattern, replacement, name)
+        return name
 
 
 class ConfigReader:
@@ -132,7 +142,7 @@ def dense_settings(reader: ConfigReader, family: str, **family_facts: Any) -> Mo
         "head_dim": head_dim,
         "intermediate_size": reader.integer("intermediate_size"),
         "norm_eps": reader.number("rms_norm_eps", 1e-6),
-        "rope": rope_settings(reader, max_position_embeddings),
+        "rope": family_facts.get("rope") or rope_settings(reader, max_position_embeddings),
         "max_position_embeddings": max_position_embeddings,
         "tie_word_embeddings": reader.flag("tie_word_embeddings"),
         "hidden_act": hidden_act,

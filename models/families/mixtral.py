@@ -31,10 +31,18 @@ def _settings(reader: ConfigReader) -> ModelSettings:
             top_k=2,
             intermediate_size=reader.integer("intermediate_size"),
             router=RouterSettings(normalize=True),
-            block="block_sparse_moe",
-            names=("w1", "w3", "w2"),
         ),
     )
 
 
-FAMILY = Family(name="mixtral", architectures=("MixtralForCausalLM",), settings=_settings)
+FAMILY = Family(
+    name="mixtral",
+    architectures=("MixtralForCausalLM",),
+    settings=_settings,
+    names=(
+        (r"\.block_sparse_moe\.", ".mlp."),
+        (r"\.w1\.", ".gate_proj."),
+        (r"\.w3\.", ".up_proj."),
+        (r"\.w2\.", ".down_proj."),
+    ),
+)

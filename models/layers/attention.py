@@ -9,7 +9,6 @@ from max.dtype import DType
 from max.graph import DeviceRef, TensorValue, ops
 from max.nn import kernels
 from max.nn.attention import MHAMaskVariant
-from max.nn.kv_cache import KVCacheParams
 from max.nn.layer import LayerList, Module
 
 from models.collectives import Collectives
@@ -72,16 +71,28 @@ class AttentionShard(Module):
         kv_heads = placement.kv_heads(settings, holder)
         self.head_dim = settings.head_dim
         self.num_heads, self.num_kv_heads = len(heads), len(kv_heads)
-        self.kv_layer = layer - placement.layers.start
-        assert isinstance(config.kv_params, KVCacheParams)
+        self.kv_layer = config.kv_layer(layer)
+        assert config.kv_params is not None
         self.kv_params = config.kv_params
         self.window = _effective_window(settings.windows[layer], config.max_seq_len)
         q_dim, kv_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
         def stacked(kind: str) -> tuple[Piece, ...]:
+            transposed = settings.transposed and kind == "weight"
+            parts = {"q": heads, "k": kv_heads, "v": kv_heads}
+            if settings.qkv_fused:
+                # One tensor has all query heads, then all key heads, then all value heads.
+                behind = {"q": 0, "k": settings.num_heads}
+                behind["v"] = settings.num_heads + settings.num_kv_heads
+                rows = [
+                    range(part.start + behind[name], part.stop + behind[name])
+                    for name, part in parts.items()
+                ]
+                name = f"{prefix}.qkv_proj.{kind}"
+                return tuple(rows_of(name, part, self.head_dim, transposed) for part in rows)
             return tuple(
-                rows_of(f"{prefix}.{name}_proj.{kind}", rows, self.head_dim)
-                for name, rows in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+                rows_of(f"{prefix}.{name}_proj.{kind}", part, self.head_dim, transposed)
+                for name, part in parts.items()
             )
 
         self.qkv_proj = Linear(
@@ -97,7 +108,7 @@ class AttentionShard(Module):
         self.o_proj = Linear(
             config,
             holder,
-            (columns_of(f"{prefix}.o_proj.weight", heads, self.head_dim),),
+            (columns_of(f"{prefix}.o_proj.weight", heads, self.head_dim, settings.transposed),),
             q_dim,
             settings.hidden_size,
             (Piece(f"{prefix}.o_proj.bias"),) if adds_bias else None,
@@ -138,14 +149,16 @@ class AttentionShard(Module):
 
     def __call__(self, qkv: TensorValue, step: Step) -> TensorValue:
         """Queries, keys and values of this device to its part of [tokens, hidden]."""
+        assert step.kv is not None
         layer = ops.constant(self.kv_layer, DType.uint32, DeviceRef.CPU())
         if self.clip is not None:
             largest = ops.constant(self.clip, qkv.dtype, qkv.device)
             qkv = ops.max(ops.min(qkv, largest), -largest)
+        fused = self.q_norm is None and step.rope is not None
         queries = (
             self._rotate_and_store(qkv, step, layer)
-            if self.q_norm is None
-            else self._normalise_rotate_and_store(qkv, step, layer)
+            if fused
+            else self._store_step_by_step(qkv, step, layer)
         )
         attended = kernels.flash_attention_ragged(
             self.kv_params,
@@ -162,6 +175,8 @@ class AttentionShard(Module):
         return self.o_proj(attended.reshape((-1, self.num_heads * self.head_dim)))
 
     def _rotate_and_store(self, qkv: TensorValue, step: Step, layer: TensorValue) -> TensorValue:
+        assert step.rope is not None
+        assert step.kv is not None
         queries = kernels.rope_split_store_ragged(
             self.kv_params,
             qkv,
@@ -174,22 +189,23 @@ class AttentionShard(Module):
         )
         return queries.reshape((-1, self.num_heads, self.head_dim))
 
-    def _normalise_rotate_and_store(
-        self, qkv: TensorValue, step: Step, layer: TensorValue
-    ) -> TensorValue:
+    def _store_step_by_step(self, qkv: TensorValue, step: Step, layer: TensorValue) -> TensorValue:
         # MAX's kernel that norms, rotates and stores at once is for accelerators only.
-        assert self.q_norm is not None
-        assert self.k_norm is not None
+        assert step.kv is not None
         queries, keys, values = ops.split(qkv, self.widths, axis=1)
-        queries = self.q_norm(queries.reshape((-1, self.num_heads, self.head_dim)))
-        keys = self.k_norm(keys.reshape((-1, self.num_kv_heads, self.head_dim)))
-        values = values.reshape((-1, self.num_kv_heads, self.head_dim))
-        queries, keys = (
-            kernels.rope_ragged(
-                heads, step.row_offsets, step.kv.cache_lengths, step.rope, interleaved=False
+        queries = queries.reshape((-1, self.num_heads, self.head_dim))
+        keys, values = (x.reshape((-1, self.num_kv_heads, self.head_dim)) for x in (keys, values))
+        if self.q_norm is not None:
+            assert self.k_norm is not None
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        rope = step.rope
+        if rope is not None:
+            queries, keys = (
+                kernels.rope_ragged(
+                    heads, step.row_offsets, step.kv.cache_lengths, rope, interleaved=False
+                )
+                for heads in (queries, keys)
             )
-            for heads in (queries, keys)
-        )
         kernels.store_k_cache_ragged(step.kv, keys, step.row_offsets, layer)
         kernels.store_v_cache_ragged(step.kv, values, step.row_offsets, layer)
         return queries

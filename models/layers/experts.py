@@ -43,7 +43,7 @@ class MixtureOfExperts(Sharded):
             ]
         )
         if experts.shared_size:
-            prefix = f"layers.{layer}.{experts.block}.shared_experts"
+            prefix = f"layers.{layer}.mlp.shared_experts"
             self.shared = MLP(config, prefix, experts.shared_size)
 
     def __call__(
@@ -111,10 +111,9 @@ class ExpertShard(Module):
         self.inner = len(inner)
         held = placement.experts(experts, holder)
         device = placement.devices[holder]
-        gate, up, down = experts.names
 
         def tensor(expert: int, name: str) -> str:
-            return f"layers.{layer}.{experts.block}.experts.{expert}.{name}.weight"
+            return f"layers.{layer}.mlp.experts.{expert}.{name}_proj.weight"
 
         def weight(name: str, rows: int, columns: int, pieces: list[Piece]) -> DeclaredWeight:
             shape = (len(held) * rows, columns)
@@ -126,13 +125,13 @@ class ExpertShard(Module):
             "gate_up_proj",
             2 * self.inner,
             self.hidden,
-            [Piece(tensor(e, name), rows=columns) for e in held for name in (gate, up)],
+            [Piece(tensor(e, name), rows=columns) for e in held for name in ("gate", "up")],
         )
         self.down_proj = weight(
             "down_proj",
             self.hidden,
             self.inner,
-            [Piece(tensor(e, down), rows=(0, self.hidden), columns=columns) for e in held],
+            [Piece(tensor(e, "down"), rows=(0, self.hidden), columns=columns) for e in held],
         )
 
     def __call__(self, x: TensorValue, chosen: TensorValue) -> TensorValue:

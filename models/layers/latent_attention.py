@@ -12,7 +12,6 @@ from functools import partial
 from max.dtype import DType
 from max.graph import BufferType, DeviceRef, TensorValue, ops
 from max.nn import kernels
-from max.nn.kv_cache import KVCacheParams
 from max.nn.layer import Module
 
 from models.collectives import Collectives
@@ -67,8 +66,8 @@ class LatentAttentionShard(Module):
         hidden = settings.hidden_size
         self.latent = latent
         self.num_heads = len(heads)
-        self.kv_layer = layer - placement.layers.start
-        assert isinstance(config.kv_params, KVCacheParams)
+        self.kv_layer = config.kv_layer(layer)
+        assert config.kv_params is not None
         self.page_size = config.kv_params.page_size
 
         # The projections that compress, in one product.
@@ -125,6 +124,7 @@ class LatentAttentionShard(Module):
     def __call__(self, x: TensorValue, step: Step) -> TensorValue:
         """[tokens, hidden] to this device's part of [tokens, hidden]."""
         latent = self.latent
+        assert step.kv is not None
         assert step.workspace is not None
         assert step.context_length is not None
         *compressed_query, compressed = ops.split(self.a_proj(x), self.widths, axis=1)
@@ -157,6 +157,8 @@ class LatentAttentionShard(Module):
 
     def _rotate(self, heads: TensorValue, step: Step) -> TensorValue:
         """Rotates the last dimensions of each head, as many as the table is wide."""
+        assert step.kv is not None
+        assert step.rope is not None
         return kernels.rope_ragged(
             heads,
             step.row_offsets,

@@ -17,7 +17,7 @@ from models.weights import Piece, columns_of, rows_of
 
 
 class MLP(Sharded):
-    """``down(act(gate(x)) * up(x))`` (arXiv 2002.05202).
+    """``down(act(gate(x)) * up(x))`` (arXiv 2002.05202), or ``down(act(up(x)))`` without a gate.
 
     Each device computes its inner columns, and the results are summed.
 
@@ -55,24 +55,29 @@ class MLPShard(Module):
         inner = placement.inner_columns(size, holder)
         self.inner = len(inner)
         self.activation = ACTIVATIONS[settings.hidden_act]
-
-        def stacked(kind: str) -> tuple[Piece, ...]:
-            return tuple(rows_of(f"{prefix}.{name}_proj.{kind}", inner) for name in ("gate", "up"))
-
+        self.gated = settings.mlp_gated
+        names = ("gate", "up") if self.gated else ("up",)
+        weights, biases = (
+            tuple(
+                rows_of(f"{prefix}.{name}_proj.{kind}", inner, transposed=transposed)
+                for name in names
+            )
+            for kind, transposed in (("weight", settings.transposed), ("bias", False))
+        )
         self.gate_up_proj = Linear(
             config,
             holder,
-            stacked("weight"),
+            weights,
             settings.hidden_size,
-            2 * self.inner,
-            stacked("bias") if settings.mlp_bias else None,
+            len(names) * self.inner,
+            biases if settings.mlp_bias else None,
         )
         # The results of a replica's devices are summed, so one of them adds the bias.
         adds_bias = settings.mlp_bias and placement.rank(holder) == 0
         self.down_proj = Linear(
             config,
             holder,
-            (columns_of(f"{prefix}.down_proj.weight", inner),),
+            (columns_of(f"{prefix}.down_proj.weight", inner, transposed=settings.transposed),),
             self.inner,
             settings.hidden_size,
             (Piece(f"{prefix}.down_proj.bias"),) if adds_bias else None,
@@ -80,5 +85,7 @@ class MLPShard(Module):
 
     def __call__(self, x: TensorValue) -> TensorValue:
         """[tokens, hidden] to this device's part of [tokens, hidden]."""
+        if not self.gated:
+            return self.down_proj(self.activation(self.gate_up_proj(x)))
         gate, up = ops.split(self.gate_up_proj(x), [self.inner, self.inner], axis=1)
         return self.down_proj(self.activation(gate) * up)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from max.graph import TensorValue, ops
-from max.nn.layer import LayerList, Module
+from max.nn.layer import Module
 
 from models.config import DecoderConfig
+from models.layers.shards import Sharded
 from models.weights import DeclaredWeight, FromCheckpoint, Piece, rows_of
 
 
@@ -84,23 +85,50 @@ class DividedRMSNorm(Module):
         return x * ops.rsqrt(squares / self.count + self.eps) * self.weight
 
 
-class ReplicatedRMSNorm(Module):
-    """The same norm on every device of the stage.
+class LayerNorm(Module):
+    """``(x - mean) / deviation * weight + bias`` over the last dimension (arXiv 1607.06450).
 
     Args:
         config: The decoder's configuration.
-        tensor: The checkpoint tensor of the weight.
+        holder: The position of the device that holds it.
+        prefix: The checkpoint's name of the norm.
+        dim: Its size.
     """
 
-    def __init__(self, config: DecoderConfig, tensor: str) -> None:
+    def __init__(self, config: DecoderConfig, holder: int, prefix: str, dim: int) -> None:
         super().__init__()
-        self.copies = LayerList(
-            [
-                RMSNorm(config, holder, tensor, config.settings.hidden_size)
-                for holder in range(len(config.placement.devices))
-            ]
+        self.eps = config.settings.norm_eps
+        device = config.placement.devices[holder]
+        self.weight, self.bias = (
+            DeclaredWeight(
+                kind, config.dtype, (dim,), device, Piece(f"{prefix}.{kind}").alone(), holder
+            )
+            for kind in ("weight", "bias")
         )
+
+    def __call__(self, x: TensorValue) -> TensorValue:
+        """Any shape whose last dimension is ``dim``."""
+        return ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class ReplicatedNorm(Sharded):
+    """The residual stream's norm, the same on every device of the stage.
+
+    Args:
+        config: The decoder's configuration.
+        prefix: The checkpoint's name of the norm.
+    """
+
+    def __init__(self, config: DecoderConfig, prefix: str) -> None:
+        hidden = config.settings.hidden_size
+
+        def copy(holder: int) -> Module:
+            if config.settings.norm == "layer":
+                return LayerNorm(config, holder, prefix, hidden)
+            return RMSNorm(config, holder, f"{prefix}.weight", hidden)
+
+        super().__init__(config, copy)
 
     def __call__(self, xs: Sequence[TensorValue]) -> list[TensorValue]:
         """Per device [rows, hidden] to [rows, hidden]."""
-        return [norm(x) for norm, x in zip(self.copies, xs, strict=True)]
+        return [norm(x) for norm, x in zip(self.shards, xs, strict=True)]

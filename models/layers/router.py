@@ -28,7 +28,7 @@ class Router(Module):
         super().__init__()
         self.experts = experts
         device = config.placement.devices[holder]
-        prefix = f"layers.{layer}.{experts.block}.gate"
+        prefix = f"layers.{layer}.mlp.gate"
 
         def weight(name: str, *sizes: int) -> DeclaredWeight:
             source = FromCheckpoint((Piece(f"{prefix}.{name}"),))

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from max.graph import BufferValue, TensorValue
 from max.nn.kv_cache import PagedCacheValues
 
+from models.state import DeviceState
+
 
 @dataclass(frozen=True)
 class Step:
@@ -15,14 +17,17 @@ class Step:
     row_offsets: TensorValue
     """uint32 ``[sequences + 1]``: each sequence's start in this device's tokens."""
 
-    kv: PagedCacheValues
-    """This device's pages."""
+    kv: PagedCacheValues | None
+    """This device's pages, where the stage attends."""
 
-    rope: TensorValue
-    """float32 ``[max_seq_len, rotary_dim]``: this device's table of rotations."""
+    rope: TensorValue | None
+    """float32 ``[max_seq_len, rotary_dim]``: this device's table of rotations, where it rotates."""
 
     context_length: TensorValue | None = None
     """int32 ``[1]`` on the CPU: the page-aligned context of this device's replica, where taken."""
+
+    state: DeviceState[TensorValue, BufferValue] | None = None
+    """This device's per-request state, where the decoder declares it."""
 
     workspace: BufferValue | None = None
     """This device's scratch, where the decoder declares it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from max.dtype import DType
 from max.graph import TensorValue, ops
@@ -12,9 +13,13 @@ from max.nn.transformer import ReturnHiddenStates, ReturnLogits
 from models.collectives import Collectives
 from models.config import DecoderConfig
 from models.kernels import matmul
-from models.layers.norm import ReplicatedRMSNorm
+from models.layers.norm import ReplicatedNorm
+from models.layers.shards import Sharded
 from models.role_contracts import DecoderOutputs
-from models.weights import DeclaredWeight, rows_of
+from models.weights import DeclaredWeight, Piece, rows_of
+
+EMBED_POSITIONS = "embed_positions.weight"
+"""The checkpoint tensor of learned positions."""
 
 TOKEN_EMBEDDING = "token_embedding"
 """The table's name among a deployment's constants."""
@@ -58,6 +63,40 @@ class TableShard(Module):
     def __call__(self) -> TensorValue:
         """[rows, hidden]."""
         return self.weight
+
+
+class PositionTable(Sharded):
+    """Learned absolute positions, on every device.
+
+    Args:
+        config: The decoder's configuration.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config, partial(_PositionTableCopy, config))
+
+    def __call__(
+        self, xs: Sequence[TensorValue], positions: Sequence[TensorValue]
+    ) -> list[TensorValue]:
+        """Per device [tokens, hidden] and int64 [tokens] to [tokens, hidden]."""
+        return [copy(x, at) for copy, x, at in zip(self.shards, xs, positions, strict=True)]
+
+
+class _PositionTableCopy(Module):
+    def __init__(self, config: DecoderConfig, holder: int) -> None:
+        super().__init__()
+        settings = config.settings
+        self.weight = DeclaredWeight(
+            "weight",
+            config.dtype,
+            (settings.max_position_embeddings, settings.hidden_size),
+            config.placement.devices[holder],
+            Piece(EMBED_POSITIONS).alone(),
+            holder,
+        )
+
+    def __call__(self, x: TensorValue, positions: TensorValue) -> TensorValue:
+        return x + ops.gather(self.weight, positions, axis=0).rebind(x.shape)
 
 
 def embed(
@@ -105,7 +144,7 @@ class OutputHead(Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.norm = ReplicatedRMSNorm(config, "norm.weight")
+        self.norm = ReplicatedNorm(config, "norm")
 
     def __call__(
         self,

@@ -131,6 +131,25 @@ MODELS = {
         "routed_scaling_factor": 2.5,
         "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
     },
+    "tiny_lfm2": {
+        "model_type": "lfm2",
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+        "conv_L_cache": 4,
+        "conv_bias": True,
+        "norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "block_auto_adjust_ff_dim": False,
+    },
+    "tiny_gpt2": {
+        "model_type": "gpt2",
+        # Heads of 64, all with keys and values of their own.
+        "n_embd": 128,
+        "n_head": 2,
+        "n_layer": 3,
+        "n_inner": 96,
+        "n_positions": 512,
+        "layer_norm_epsilon": 1e-5,
+    },
 }
 
 ROPES = {
@@ -204,7 +223,9 @@ def greedy(model: torch.nn.Module, prompt: list[int], count: int) -> list[int]:
 
 
 def random_model(name: str, seed: int) -> torch.nn.Module:
-    facts = SHARED | MODELS[name]
+    # GPT-2 names the same differently.
+    shared = {} if name == "tiny_gpt2" else SHARED
+    facts = {"vocab_size": VOCABULARY, "head_dim": None} | shared | MODELS[name]
     if facts["head_dim"] is None:  # The configuration derives it.
         del facts["head_dim"]
     config = AutoConfig.for_model(**facts)
