@@ -73,9 +73,8 @@ def stage_devices(parallel: ParallelConfig) -> int:
 
 def check_features(deployment: DeploymentConfig) -> None:
     """What is asked for exists."""
-    for key, asked in (("lora", bool(deployment.lora)), ("vision", deployment.vision)):
-        if asked:
-            raise ConfigError(f"deployment.{key}: not supported yet; leave it unset")
+    if deployment.vision:
+        raise ConfigError("deployment.vision: not supported yet; leave it unset")
     for name in deployment.constants:
         if name != TOKEN_EMBEDDING:
             raise ConfigError(

@@ -80,6 +80,7 @@ def record(
     max_new_tokens: int,
     max_batch_input_tokens: int,
     forced: Sequence[Sequence[int]] | None = None,
+    adapters: Sequence[str] = ("",),
     should_stop: Callable[[], bool] = lambda: False,
 ) -> tuple[list[list[int]], list[Logits]]:
     """Continues all prompts at once and keeps every row of logits.
@@ -90,6 +91,7 @@ def record(
         max_new_tokens: Decode steps.
         max_batch_input_tokens: Tokens of one step of a replica.
         forced: The continuations to feed; by default the greedy ones.
+        adapters: The prompts' adapters in turn; empty for none.
         should_stop: Asked before each step.
 
     Returns:
@@ -108,9 +110,10 @@ def record(
             list(prompt),
             max_new_tokens + 1,
             recorder,
+            adapter=adapters[number % len(adapters)],
             on_logits=recorder.keep if returns_more else None,
         )
-        for prompt, recorder in zip(prompts, recorders, strict=True)
+        for number, (prompt, recorder) in enumerate(zip(prompts, recorders, strict=True))
     ]
     runner = Runner(compiled)
     runner.limit_step(max_batch_input_tokens)

@@ -71,7 +71,11 @@ def compile_registration(registration: Registration, session: InferenceSession) 
         memory_plan=registration.memory_plan,
         max_batch_size=plan.deployment.batch.max_batch_size,
     )
-    return Compiled(registration, session, model, cache_hit=_cached_graphs() <= before)
+    hit = _cached_graphs() <= before
+    for name, adapter in plan.adapters.items():
+        assert model.adapters is not None
+        model.adapters.load(name, adapter)
+    return Compiled(registration, session, model, cache_hit=hit)
 
 
 def compile_together(

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from max import tree
+from max.dtype import DType
 from max.graph import BufferType, TensorType
 
 from models.config import DecoderConfig
 from models.contract import Contract
 from models.layers.vocabulary import EMBED_TOKENS, LM_HEAD
+from models.lora import adapter_slots
 from models.weights import DeclaredWeight, FromCheckpoint, Source
 
 
@@ -79,6 +81,9 @@ class DeviceShare:
     state: int
     """What is kept per request beside the KV cache."""
 
+    lora: int
+    """The stacks of adapters."""
+
     @property
     def total(self) -> int:
         """The sum of the bytes."""
@@ -87,7 +92,7 @@ class DeviceShare:
     @property
     def workspace(self) -> int:
         """Buffers that a step works in."""
-        return self.signals + self.exchange + self.scratch + self.state
+        return self.signals + self.exchange + self.scratch + self.state + self.lora
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +168,7 @@ def device_shares(
                     exchange=_buffer_bytes(contract.inputs.ep, holder),
                     scratch=_buffer_bytes(contract.inputs.scratch, holder),
                     state=_buffer_bytes(contract.inputs.state, holder),
+                    lora=_lora_bytes(config, holder),
                 )
             )
     return tuple(shares)
@@ -194,6 +200,17 @@ def kv_bytes_per_token(configs: Iterable[DecoderConfig]) -> int:
         attending = settings.attending(config.placement.layers)
         total += len(attending) * per_layer * config.dtype.size_in_bytes
     return total
+
+
+def _lora_bytes(config: DecoderConfig, holder: int) -> int:
+    """The bytes of one device's stacks of adapters."""
+    if config.lora is None:
+        return 0
+    values = sum(
+        config.lora.max_rank * (len(slot.rows) + len(slot.columns))
+        for slot in adapter_slots(config.settings, config.placement, config.lora, holder)
+    )
+    return config.lora.max_adapters * values * DType.float32.size_in_bytes
 
 
 def _buffer_bytes(per_device: Any, holder: int) -> int:

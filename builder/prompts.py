@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,9 @@ class Prompt:
 
     ids: list[int]
     """As the decoder takes it."""
+
+    adapter: str = ""
+    """The adapter it asks for; empty for none."""
 
 
 def gather(key: str, given: Sequence[Any], file: str | None) -> list[tuple[str, Any]]:
@@ -56,15 +59,33 @@ def gather(key: str, given: Sequence[Any], file: str | None) -> list[tuple[str, 
 
 
 def _parse_line(line: str) -> Any:
-    # A line that is a JSON list of integers is token ids; any other is text.
-    if line.lstrip().startswith("["):
+    # A line that is a JSON list of integers is token ids, one that is an object with a prompt says
+    # more of it; any other is text.
+    if line.lstrip().startswith(("[", "{")):
         try:
             parsed = json.loads(line)
         except (ValueError, RecursionError):
             return line
         if isinstance(parsed, list) and all(type(token) is int for token in parsed):
             return parsed
+        if isinstance(parsed, dict) and "prompt" in parsed:
+            return parsed
     return line
+
+
+def _parse_entry(name: str, entry: Any, adapters: Collection[str]) -> tuple[Any, str]:
+    """An entry's text or ids, and the adapter it asks for."""
+    if not isinstance(entry, dict):
+        return entry, ""
+    unknown = sorted(set(entry) - {"prompt", "adapter"})
+    if unknown or "prompt" not in entry:
+        problem = f"unknown key {unknown[0]!r}" if unknown else "no prompt"
+        raise ConfigError(f"{name}: {problem}\n  what works: {{prompt: ..., adapter: ...}}")
+    adapter = entry.get("adapter") or ""
+    if adapter and adapter not in adapters:
+        served = ", ".join(adapters) or "none; name some in deployment.lora.adapters"
+        raise ConfigError(f"{name}: adapter {adapter!r} is not served\n  served: {served}")
+    return entry["prompt"], adapter
 
 
 def tokenize(
@@ -75,6 +96,7 @@ def tokenize(
     vocab_size: int,
     max_length: int,
     room: int,
+    adapters: Collection[str] = (),
 ) -> list[Prompt]:
     """Turns entries into token ids.
 
@@ -85,12 +107,14 @@ def tokenize(
         vocab_size: The ids end below it.
         max_length: The longest sequence served.
         room: Tokens that have to fit behind an entry.
+        adapters: The adapters that an entry may ask for.
 
     Raises:
         ConfigError: If an entry is empty, too long, of a wrong type, or text without a tokenizer.
     """
     prompts = []
-    for name, entry in entries:
+    for name, given in entries:
+        entry, adapter = _parse_entry(name, given, adapters)
         if isinstance(entry, str):
             if not entry.strip():
                 raise ConfigError(f"{name}: empty")
@@ -119,5 +143,5 @@ def tokenize(
                 f"  what works: at most {max_length - room} tokens, or a larger "
                 "deployment.max_length"
             )
-        prompts.append(Prompt(entry, ids))
+        prompts.append(Prompt(entry, ids, adapter))
     return prompts

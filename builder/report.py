@@ -258,7 +258,7 @@ def _placement_columns(plan: Plan) -> tuple[dict[str, str], dict[str, str], dict
     """The headings of numbers, ranges and bytes, and what of a share they show."""
     experts = plan.settings.experts is not None
     constants = any(share.constants for share in plan.devices)
-    workspace = any(share.exchange or share.scratch or share.state for share in plan.devices)
+    workspace = any(share.workspace > share.signals for share in plan.devices)
     numbers = {name: name for name in ("device", "stage", "replica", "rank")}
     ranges = {
         "layers": "layers",

@@ -14,6 +14,7 @@ from max.graph import DeviceRef
 from max.nn.transformer import ReturnLogits
 
 from builder import checks
+from builder.adapters import lora_limits, open_adapters
 from builder.memory import (
     DeviceShare,
     WeightItems,
@@ -36,6 +37,7 @@ from models.decoder import (
 from models.exchange import exchange_types
 from models.kv_cache import kv_cache_params
 from models.layers.vocabulary import TOKEN_EMBEDDING
+from models.lora import Adapter, lora_types
 from models.placement import Placement, even_counts, split_layers
 from models.settings import ModelSettings
 from models.state import state_types
@@ -86,6 +88,9 @@ class Plan:
 
     weights: WeightItems
     """Where the bytes of all devices' weights come from."""
+
+    adapters: Mapping[str, Adapter]
+    """The adapters that are served from the start, by name."""
 
     limits: Mapping[str, int]
     """The largest value of each symbolic dimension of the contract."""
@@ -166,6 +171,7 @@ def resolve(
         num_pages=num_pages,
         devices=devices,
         weights=items,
+        adapters=open_adapters(deployment, settings, [stage.config.placement for stage in stages]),
         limits=_limits(deployment, num_pages, max_length),
         obstacles=checks.obstacles(model, deployment, checkpoint, [(items, devices)]),
     )
@@ -201,6 +207,7 @@ def _decoder_config(
 ) -> DecoderConfig:
     page_size = deployment.kv.page_size
     batch = deployment.batch
+    lora = lora_limits(deployment)
     pages = min(num_pages, batch.max_batch_size * _pages_per_sequence(deployment, max_length))
     constants = tuple(
         name
@@ -218,6 +225,7 @@ def _decoder_config(
         max_context_length=pages * page_size,
         return_logits=return_logits,
         constants=constants,
+        lora=lora,
     )
     return replace(
         config,
@@ -226,6 +234,7 @@ def _decoder_config(
             token_positions=settings.rope is None and placement.is_first,
             takes_batch_context_lengths=settings.latent is not None,
             state=state_types(settings, placement, dtype, batch.max_batch_size),
+            lora=None if lora is None else lora_types(settings, placement, lora),
             ep=_exchange_types(config),
             scratch=scratch_types(config),
             constants={
@@ -275,6 +284,8 @@ def _limits(deployment: DeploymentConfig, num_pages: int, max_length: int) -> di
         "total_seq_len": replicas * batch.max_batch_input_tokens,
         "input_row_offsets_len": replicas * batch.max_batch_size + 1,
         "total_num_pages": num_pages + 1,
+        "lora_groups": replicas * batch.max_batch_size,
+        "lora_grouped_offsets_len": replicas * batch.max_batch_size + 1,
     }
     for replica in range(replicas):
         limits[f"replica_{replica}_batch_size"] = batch.max_batch_size

@@ -39,6 +39,9 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end it; the stop token is the last of ``ids``."""
 
+    adapter: str = ""
+    """The name of its adapter; empty for none."""
+
     on_logits: Callable[[Logits], None] | None = None
     """Receives float32 ``[rows, vocabulary]`` of each step's own tokens, from a graph that
     returns all logits."""
@@ -171,6 +174,7 @@ class Runner:
             chosen = max(able, key=lambda index: (free[index], -len(replicas[index])))
             free[chosen] -= self._pages(request)
             context = TextContext(
+                model_name=request.adapter,
                 max_length=self.plan.max_length,
                 tokens=TokenBuffer(np.array(request.prompt_ids, np.int64)),
             )

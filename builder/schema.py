@@ -129,6 +129,28 @@ class KVConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """The adapters that are served."""
+
+    adapters: dict[str, str] = field(default_factory=dict)
+    """PEFT folders, by the name that a prompt asks for."""
+
+    max_adapters: int = 0
+    """Adapters at once; 0 is as many as are named."""
+
+    max_rank: int = 16
+    """The largest rank."""
+
+    targets: list[str] = field(
+        default_factory=lambda: [
+            *("q_proj", "k_proj", "v_proj", "o_proj"),
+            *("gate_proj", "up_proj", "down_proj"),
+        ]
+    )
+    """The products that adapters may add to."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeploymentConfig:
     """Where and how it is computed."""
 
@@ -156,7 +178,7 @@ class DeploymentConfig:
     constants: list[str] = field(default_factory=list)
     """Weights held as graph inputs, shared by the graphs that name them."""
 
-    lora: list[str] = field(default_factory=list)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     """Adapters to serve."""
 
     vision: bool = False
@@ -188,10 +210,11 @@ class GenerateTask:
     """Prompts to text."""
 
     prompts: list[Any] | None = None
-    """Texts, or lists of token ids; a question of ours where prompts_file is not given either."""
+    """Texts, lists of token ids, or {prompt: ..., adapter: NAME}; a question of ours where
+    prompts_file is not given either."""
 
     prompts_file: str | None = None
-    """A file with one prompt per line: text, or a JSON list of token ids."""
+    """A file with one prompt per line: text, or as JSON a list of token ids or an object."""
 
     chat: bool | None = None
     """Whether a text is put into the chat template; by default where there is one."""

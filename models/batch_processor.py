@@ -25,6 +25,7 @@ from max.pipelines.lib.interfaces.pipeline_model import ModelInputs, ModelOutput
 from models.config import DecoderConfig
 from models.contract import resolve_contract
 from models.exchange import ExpertParallelExchange
+from models.lora import AdapterStore, routing_of
 from models.role_contracts import DecoderInputs, DecoderOutputs
 from models.state import RequestStateStore, StateRow
 
@@ -109,6 +110,7 @@ class GraphApiDecoderBatchProcessor(
         self._one = Buffer.from_numpy(np.ones(1, np.int64))
         self._ep: ExpertParallelExchange | None = None
         self._state: RequestStateStore | None = None
+        self._adapters: AdapterStore | None = None
         self._lasting: tuple[dict[str, Any], ...] = ({},) * len(config.stages)
 
     def bind_lasting_inputs(self, per_stage: Sequence[dict[str, Any]]) -> None:
@@ -118,6 +120,10 @@ class GraphApiDecoderBatchProcessor(
             per_stage: Each stage's, by field: signals, constants and scratch.
         """
         self._lasting = tuple(per_stage)
+
+    def bind_adapters(self, adapters: AdapterStore) -> None:
+        """Receives the adapters that are served."""
+        self._adapters = adapters
 
     def bind_state(self, state: RequestStateStore) -> None:
         """Receives the store of what is kept per request."""
@@ -191,11 +197,31 @@ class GraphApiDecoderBatchProcessor(
                 state=self._state.inputs(stage, config.placement, batches),
                 batch_context_lengths=_context_lengths(config, replica_batches),
                 ep=None if self._ep is None else self._ep.model_inputs(stage),
+                lora=self._lora(stage, config, contexts),
                 **lasting,
             )
             for stage, (config, lasting) in enumerate(zip(self._stages, self._lasting, strict=True))
         )
         return GraphApiDecoderModelInputs(kv_cache_inputs=kv_cache_inputs, stages=stages)
+
+    def _lora(
+        self, stage: int, config: DecoderConfig, contexts: Sequence[TextContext]
+    ) -> tuple[Buffer, ...] | None:
+        """Routing, then the stage's stacks; a request's ``model_name`` is its adapter's."""
+        if config.declarations.lora is None:
+            return None
+        assert self._adapters is not None
+        routing = routing_of(
+            [self._adapters.slot(context.model_name) for context in contexts],
+            [context.tokens.active_length for context in contexts],
+        )
+        device = config.placement.devices[0].to_device()
+        return (
+            Buffer.from_numpy(routing.ids).to(device),
+            Buffer.from_numpy(routing.offsets).to(device),
+            Buffer.from_numpy(routing.end),
+            *self._adapters.stacks(stage),
+        )
 
     def _check_return_n_logits(self, wanted: int, lengths: Sequence[int]) -> None:
         mode = self.runtime.return_logits

@@ -9,6 +9,7 @@ from max.dtype import DType
 from max.nn.kv_cache import KVCacheParams
 from max.nn.transformer import ReturnHiddenStates, ReturnLogits
 
+from models.lora import AdapterSlot, LoraLimits, adapter_slots
 from models.placement import Placement
 from models.settings import ModelSettings
 
@@ -94,8 +95,19 @@ class DecoderConfig:
     constants: tuple[str, ...] = ()
     """The weights that this stage takes as inputs."""
 
+    lora: LoraLimits | None = None
+    """The adapters that are served; ``None`` for none."""
+
     declarations: Declarations = field(default_factory=Declarations)
     """The optional inputs."""
+
+    def adapter_slot(self, holder: int, layer: int, target: str) -> AdapterSlot | None:
+        """Where adapters add to a product of a device; ``None`` where they don't."""
+        if self.lora is None:
+            return None
+        slots = adapter_slots(self.settings, self.placement, self.lora, holder)
+        found = [slot for slot in slots if (slot.layer, slot.target) == (layer, target)]
+        return found[0] if found else None
 
     def kv_layer(self, layer: int) -> int:
         """A layer's position in the KV cache of the stage, which has those that attend."""

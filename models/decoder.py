@@ -20,6 +20,7 @@ from models.graph_api import GraphApiModule
 from models.layers.attention import Attention
 from models.layers.experts import MixtureOfExperts
 from models.layers.latent_attention import LatentAttention, workspace_types
+from models.layers.linear import Linear
 from models.layers.mlp import MLP
 from models.layers.norm import ReplicatedNorm
 from models.layers.rope import RopeTable, rope_table
@@ -35,6 +36,7 @@ from models.layers.vocabulary import (
     declare_table,
     embed,
 )
+from models.lora import Routing
 from models.placement import Placement
 from models.role_contracts import DecoderInputs, DecoderOutputs
 from models.settings import ModelSettings
@@ -75,6 +77,17 @@ class DecoderLayer(Module):
             return _add(xs, self.feed_forward(normed, collectives, exchange))
         return _add(xs, self.feed_forward(normed, collectives))
 
+    def adapted(self, holder: int) -> list[Linear]:
+        """A device's products that adapters may add to, in the contract's order."""
+        products: list[Linear] = []
+        if isinstance(self.mixer, Attention):
+            shard = self.mixer.shards[holder]
+            products += [shard.qkv_proj, shard.o_proj]
+        if isinstance(self.feed_forward, MLP):
+            shard = self.feed_forward.shards[holder]
+            products += [shard.gate_up_proj, shard.down_proj]
+        return [product for product in products if product.adapted]
+
 
 def _mixer(config: DecoderConfig, layer: int) -> Attention | LatentAttention | ShortConv:
     latent, conv = config.settings.latent, config.settings.conv
@@ -86,7 +99,7 @@ def _mixer(config: DecoderConfig, layer: int) -> Attention | LatentAttention | S
 def _feed_forward(config: DecoderConfig, layer: int) -> MLP | MixtureOfExperts:
     experts = config.settings.experts
     if experts is None or layer not in experts.layers:
-        return MLP(config, f"layers.{layer}.mlp", config.settings.intermediate_size)
+        return MLP(config, f"layers.{layer}.mlp", config.settings.intermediate_size, layer)
     return MixtureOfExperts(config, experts, layer)
 
 
@@ -131,13 +144,27 @@ class CausalDecoder(GraphApiModule):
         """The weights behind the contract's ``constants``, per name one per device."""
         return constant_weights(self.config)
 
+    def bind_adapters(self, inputs: DecoderInputs[TensorValue, BufferValue]) -> None:
+        """Binds the contract's ``lora`` into the products that adapters may add to."""
+        assert inputs.lora is not None
+        ids, offsets, end, *stacks = inputs.lora
+        placement = self.config.placement
+        remaining = iter(stacks)
+        starts = self._replica_starts(inputs)
+        for holder, device in enumerate(placement.devices):
+            routing = Routing(ids.to(device), offsets.to(device), end)
+            for layer in self.layers:
+                for product in layer.adapted(holder):
+                    product.bind_adapters(routing, starts[placement.replica(holder)], remaining)
+        assert next(remaining, None) is None, "every stack is bound"
+
     def __call__(
         self, inputs: DecoderInputs[TensorValue, BufferValue]
     ) -> DecoderOutputs[TensorValue] | Boundary:
         """Computes one step of a ragged batch, or this stage's part of it."""
         placement = self.config.placement
         collectives = collectives_for(placement, inputs.signals)
-        tokens, offsets = self._split(inputs, inputs.tokens)
+        tokens, offsets = self._split(inputs)
         steps = self._steps(inputs, offsets)
         exchange = None
         if inputs.ep is not None:
@@ -146,7 +173,7 @@ class CausalDecoder(GraphApiModule):
         if placement.is_first:
             xs = embed(self.config, self._embedding_tables(inputs), tokens, collectives)
             if inputs.token_positions is not None:
-                xs = self.embed_positions(xs, self._split(inputs, inputs.token_positions)[0])
+                xs = self.embed_positions(xs, self._positions(inputs, tokens))
         else:
             xs = self._guarded(inputs.stage_boundary, tokens)
         if not placement.is_last:
@@ -194,13 +221,48 @@ class CausalDecoder(GraphApiModule):
             )
         return steps
 
+    def _replica_starts(self, inputs: DecoderInputs[TensorValue, BufferValue]) -> list[TensorValue]:
+        """Where each replica's tokens begin, and the last's end, int64 [1] on the CPU."""
+        if inputs.data_parallel_splits is None:
+            length = ops.shape_to_tensor(inputs.tokens.shape)
+            return [length * 0, length]
+        assert inputs.host_input_row_offsets is not None
+        offsets = ops.cast(inputs.host_input_row_offsets, DType.int64)
+        starts = ops.gather(offsets, inputs.data_parallel_splits, axis=0)
+        return ops.split(starts, [1] * (self.config.placement.data + 1), axis=0)
+
+    def _positions(
+        self,
+        inputs: DecoderInputs[TensorValue, BufferValue],
+        tokens: Sequence[TensorValue],
+    ) -> list[TensorValue]:
+        """Per device, the positions of its replica's tokens."""
+        placement, positions = self.config.placement, inputs.token_positions
+        assert positions is not None
+        if placement.data == 1:
+            return [positions.to(device) for device in placement.devices]
+        starts = [start.reshape(()) for start in self._replica_starts(inputs)]
+        parts = []
+        for holder, device in enumerate(placement.devices):
+            replica = placement.replica(holder)
+            rows = ops.range(
+                starts[replica],
+                starts[replica + 1],
+                1,
+                out_dim=tokens[holder].shape[0],
+                dtype=DType.int64,
+                device=DeviceRef.CPU(),
+            )
+            parts.append(ops.gather(positions.to(device), rows.to(device), axis=0))
+        return parts
+
     def _split(
-        self, inputs: DecoderInputs[TensorValue, BufferValue], per_token: TensorValue
+        self, inputs: DecoderInputs[TensorValue, BufferValue]
     ) -> tuple[list[TensorValue], list[TensorValue]]:
-        """Per device, its replica's part of what there is per token, and its row offsets."""
+        """Per device, its replica's tokens and their row offsets."""
         placement = self.config.placement
         devices = list(placement.devices)
-        tokens = [per_token.to(device) for device in devices]
+        tokens = [inputs.tokens.to(device) for device in devices]
         offsets = [inputs.input_row_offsets.to(device) for device in devices]
         if placement.data == 1:
             return tokens, offsets

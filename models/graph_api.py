@@ -46,6 +46,10 @@ class GraphApiModule(Module):
         """The weights behind the contract's ``constants``, per name one per device."""
         return {}
 
+    def bind_adapters(self, inputs: DecoderInputs[TensorValue, BufferValue]) -> None:
+        """Binds the contract's ``lora`` into the module's LoRA layers, before it is called."""
+        assert inputs.lora is None, f"{type(self).__name__} declares adapters and binds none"
+
     @abstractmethod
     def __call__(
         self, inputs: DecoderInputs[TensorValue, BufferValue]
@@ -78,7 +82,10 @@ class GraphApiModule(Module):
                 value.buffer if isinstance(leaf, BufferType) else value.tensor
                 for value, leaf in zip(values, leaves, strict=True)
             ]
-            return tuple(tree.leaves(self(tree.unflatten(structure, typed))))
+            inputs = tree.unflatten(structure, typed)
+            if inputs.lora is not None:
+                self.bind_adapters(inputs)
+            return tuple(tree.leaves(self(inputs)))
 
         return Graph(
             type(self).__qualname__ if name is None else name,

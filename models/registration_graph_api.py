@@ -52,6 +52,7 @@ from models.config import DecoderConfig
 from models.exchange import ExpertParallelExchange, HostExchangeBuffers
 from models.graph_api import GraphApiModule
 from models.kernels import KERNELS
+from models.lora import AdapterStore
 from models.state import RequestStateStore
 from models.weights import TensorReader, WeightLoader, declared_weights
 
@@ -188,6 +189,14 @@ class GraphApiDecoderPipelineModel(
             self.stages[0].placement.data,
             self.stages[0].max_batch_size,
         )
+        limits = self.stages[0].lora
+        self.adapters = (
+            None
+            if limits is None
+            else AdapterStore(
+                [config.placement for config in self.stages], self.stages[0].settings, limits
+            )
+        )
         if any(config.declarations.ep is not None for config in self.stages):
             self.ep_comm_initializer = HostExchangeBuffers(self.stages)
         self._models = self.load_graphs(session)
@@ -293,6 +302,8 @@ class GraphApiDecoderPipelineModel(
             [_lasting_inputs(decoder, self._weights) for decoder in self._decoders]
         )
         self.batch_processor.bind_state(self.state)
+        if self.adapters is not None:
+            self.batch_processor.bind_adapters(self.adapters)
         self._bind_ep_comm_initializer()
         return models
 

@@ -31,6 +31,12 @@ FAMILIES = (
     *("tiny_lfm2", "tiny_gpt2"),
 )
 
+SHARED_TABLE = (
+    *("model=tiny_qwen2", "deployment=pp2"),
+    "deployment.constants=[token_embedding]",
+)
+"""Two stages that share a tied table."""
+
 LFM2_STAGES = ("model=tiny_lfm2", "deployment=pp2", "deployment.parallel.stage_layers=[1,3]")
 """Two stages, in the first of which no layer attends."""
 
@@ -45,6 +51,22 @@ def _deployments(model: str, *names: str) -> tuple[tuple[str, ...], ...]:
     return tuple((f"model={model}", f"deployment={name}") for name in names)
 
 
+ADAPTERS = tuple(
+    f"+deployment.lora.adapters.{name}={REFERENCE / 'tiny_llama_adapters' / name}"
+    for name in ("all", "some")
+)
+"""Two adapters of tiny_llama, as overrides."""
+
+LORA = ("model=tiny_llama", "deployment=lora", *ADAPTERS)
+LORA_PARALLEL = (
+    ("model=tiny_llama", "deployment=lora_tp2", *ADAPTERS),
+    *(
+        ("model=tiny_llama", f"deployment={name}", "deployment.lora.max_adapters=4", *ADAPTERS)
+        for name in ("dp2", "pp2")
+    ),
+)
+"""Deployments that serve two adapters."""
+
 TOGETHER = (
     (
         *((f"model={family}",) for family in FAMILIES),
@@ -53,8 +75,12 @@ TOGETHER = (
         *_deployments("tiny_gpt2", "dp2"),
     ),
     # The others are the command's too, which compiles each alone.
-    _deployments("tiny_llama", "cpu_variable_logits", "tp4", "dp2", "dp4")
-    + _deployments("tiny_llama", "pp2", "pp3_uneven", "pp2_tp2"),
+    (
+        *_deployments("tiny_llama", "cpu_variable_logits", "tp4", "dp2", "dp4"),
+        *_deployments("tiny_llama", "pp2", "pp3_uneven", "pp2_tp2"),
+        SHARED_TABLE,
+    ),
+    (LORA, *LORA_PARALLEL),
     _deployments("tiny_deepseek_v3", "cpu", "ep2", "ep2_tp2", "ep4_dp4"),
 )
 """Deployments that are compiled as one module, which takes a fraction of the time."""
@@ -109,32 +135,18 @@ def limited(compiled: Compiled, *, num_pages: int = 0, max_batch_input_tokens: i
     return replace(compiled, registration=replace(registration, plan=plan))
 
 
-class ForcedSampler(Sampler):
-    """Chooses given tokens, and keeps the logits it was shown."""
-
-    def __init__(self, tokens: Sequence[int]) -> None:
-        super().__init__(SamplingConfig(), 0)
-        self.tokens = list(tokens)
-        self.seen: list[np.ndarray] = []
-
-    def choose(self, logits: np.ndarray) -> int:
-        self.seen.append(logits.copy())
-        return self.tokens[min(len(self.seen), len(self.tokens)) - 1]
-
-
 def forced_logits(
     compiled: Compiled, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
 ) -> list[np.ndarray]:
     """The logits after each prompt and after each forced token, all sequences batched."""
-    from builder.run import Request, Runner
+    from builder.compare import record
 
-    samplers = [ForcedSampler(forced) for _, forced in sequences]
-    requests = [
-        Request(list(prompt), len(forced) + 1, sampler)
-        for (prompt, forced), sampler in zip(sequences, samplers, strict=True)
-    ]
-    Runner(compiled).run(requests)
-    return [np.stack(sampler.seen) for sampler in samplers]
+    prompts, forced = zip(*sequences, strict=True)
+    tokens = compiled.registration.plan.deployment.batch.max_batch_input_tokens
+    # What follows the last row is never fed.
+    continuations = [[*map(int, given), 0] for given in forced]
+    rows = record(compiled, prompts, len(forced[0]), tokens, forced=continuations)[1]
+    return rows[: len(prompts)]
 
 
 def greedy_ids(compiled: Compiled, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:

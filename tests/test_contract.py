@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from conftest import compiled_for, plan_for
+from conftest import ADAPTERS, compiled_for, plan_for
 from max import tree
 from max.dtype import DType
 from max.graph import BufferType, DeviceRef, TensorType
@@ -35,7 +35,9 @@ def model_for(deployment: str) -> str:
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS)
 def test_compiled_model_takes_exactly_the_contract(deployment: str) -> None:
-    compiled = compiled_for(model_for(deployment), f"deployment={deployment}")
+    # With the adapters that other tests compile it with; they do not change what it takes.
+    adapters = ADAPTERS if deployment.startswith("lora") else ()
+    compiled = compiled_for(model_for(deployment), f"deployment={deployment}", *adapters)
     stages = contract_json(compiled.registration.plan)["stages"]
     for stage, model in zip(stages, compiled.model.models, strict=True):
         leaves = [leaf for field in stage["fields"] for leaf in field["leaves"]]

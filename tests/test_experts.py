@@ -15,9 +15,8 @@ from max.engine import InferenceSession, Model
 from max.graph import DeviceRef, Graph, TensorType
 from test_parallel import LENGTHS, STEPS, TOKENS_PER_STEP, assert_equal, compared
 
-from builder.build import build
 from builder.compare import compare, random_prompts, record
-from builder.compile import compile_registration, process_session
+from builder.compile import process_session
 from models.collectives import collectives_for
 from models.config import DecoderConfig
 from models.errors import ConfigError
@@ -30,6 +29,7 @@ from models.weights import DeclaredWeight, WeightLoader, declared_weights
 
 MODEL = "model=tiny_deepseek_v3"
 EXPERT_PARALLEL = ("ep2", "ep2_tp2", "ep4_dp4")
+(EXPERT_GROUP,) = (group for group in TOGETHER if (MODEL, "deployment=ep2") in group)
 CPU = DeviceRef.CPU()
 
 
@@ -131,6 +131,7 @@ def test_what_cannot_be_divided_is_refused_with_the_arithmetic(name: str) -> Non
 
 
 def test_exchange_is_set_up_before_graphs_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled_for(MODEL, "deployment=ep2")
     happened: list[tuple[str, InferenceSession | None]] = []
     initialize = HostExchangeBuffers.initialize
     graph_specs = GraphApiDecoderPipelineModel.graph_specs
@@ -145,9 +146,10 @@ def test_exchange_is_set_up_before_graphs_load(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(HostExchangeBuffers, "initialize", initialized)
     monkeypatch.setattr(GraphApiDecoderPipelineModel, "graph_specs", specified)
-    registration = build(plan_for(MODEL, "deployment=ep2"))
-    compile_registration(registration, process_session())
-    assert happened == [("exchange", process_session()), ("graphs", None)]
+    load_together(EXPERT_GROUP)
+    # The plain deployment has no exchange.
+    each = [("exchange", process_session()), ("graphs", None)]
+    assert happened == [("graphs", None), *each * len(EXPERT_PARALLEL)]
 
 
 def test_every_token_to_the_last_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,8 +166,7 @@ def test_every_token_to_the_last_devices(monkeypatch: pytest.MonkeyPatch) -> Non
     prompts = random_prompts(LENGTHS, 256)
     usual, _ = record(compiled_for(MODEL, "deployment=cpu"), prompts, STEPS, TOKENS_PER_STEP)
     monkeypatch.setattr(WeightLoader, "load", load)
-    (group,) = (group for group in TOGETHER if (MODEL, "deployment=ep2") in group)
-    compiled = load_together(group)
+    compiled = load_together(EXPERT_GROUP)
     plain = compiled.pop((MODEL, "deployment=cpu"))
     assert plain.cache_hit
     ids, wanted = record(plain, prompts, STEPS, TOKENS_PER_STEP)

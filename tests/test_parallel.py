@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import compiled_for, expected, greedy_ids, limited, plan_for
+from conftest import SHARED_TABLE, compiled_for, expected, greedy_ids, limited, plan_for
 from max.dtype import DType
 from max.graph import BufferType, DeviceRef, Graph, TensorType
 from test_command import rolecall
@@ -91,16 +91,16 @@ def test_fewer_pages_than_prompts_need_at_once() -> None:
 
 
 def test_tied_table_held_once_as_a_constant_of_two_stages() -> None:
-    more = "deployment.constants=[token_embedding]"
-    assert_equal(compared("deployment=pp2", LENGTHS, "model=tiny_qwen2", more))
-    plan = plan_for("model=tiny_qwen2", "deployment=pp2", more)
+    model, deployment, constants = SHARED_TABLE
+    assert_equal(compared(deployment, LENGTHS, model, constants))
+    plan = plan_for(*SHARED_TABLE)
     present = [
         {field.name for field in stage.contract.fields if field.present} for stage in plan.stages
     ]
     assert all("constants" in fields for fields in present)
     # 256 rows of 64 float32, on the device of the first stage.
     assert [share.constants for share in plan.devices] == [256 * 64 * 4, 0]
-    stages = compiled_for("model=tiny_qwen2", "deployment=pp2", more).model.batch_processor._lasting
+    stages = compiled_for(*SHARED_TABLE).model.batch_processor._lasting
     first, second = (stage["constants"]["token_embedding"][0] for stage in stages)
     assert first.to_numpy().ctypes.data == second.to_numpy().ctypes.data
 

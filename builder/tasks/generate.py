@@ -52,6 +52,7 @@ def run(job: Job) -> None:
             min(task.max_new_tokens, plan.max_length - len(prompt.ids)),
             Sampler(task.sampling, index),
             stops,
+            adapter=prompt.adapter,
         )
         for index, prompt in enumerate(prompts)
     ]
@@ -102,6 +103,7 @@ def _prompts(task: GenerateTask, plan: Plan, tokenizer: TextTokenizer | None) ->
         vocab_size=plan.settings.vocab_size,
         max_length=plan.max_length,
         room=1,
+        adapters=plan.adapters,
     )
 
 
@@ -135,6 +137,7 @@ def _generation(
     return {
         "prompt": prompt.given,
         "prompt_ids": prompt.ids,
+        "adapter": prompt.adapter or None,
         "ids": request.ids,
         "text": None if tokenizer is None else tokenizer.decode(request.ids),
         "finish": request.finish,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
+from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -53,8 +54,10 @@ def run(job: Job) -> None:
         return job.interrupts.requested
 
     with job.step("run", f"comparing {len(prompts)} prompts"):
-        ids, wanted = record(reference, prompts, *limits, should_stop=should_stop)
-        _, found = record(deployed, prompts, *limits, forced=ids, should_stop=should_stop)
+        # Prompts without an adapter and with each in turn.
+        more: dict[str, Any] = {"adapters": ("", *plan.adapters), "should_stop": should_stop}
+        ids, wanted = record(reference, prompts, *limits, **more)
+        _, found = record(deployed, prompts, *limits, forced=ids, **more)
         result = compare(wanted, found)
     passed = result.max_abs_diff <= task.tolerance and result.tokens_equal
     job.folder.write_json(
@@ -113,6 +116,7 @@ def _plain(deployment: DeploymentConfig) -> DeploymentConfig:
         parallel=ParallelConfig(),
         batch=deployment.batch,
         kv=deployment.kv,
+        lora=deployment.lora,
         max_length=deployment.max_length,
         return_logits=deployment.return_logits,
     )

@@ -281,6 +281,11 @@ def _config_from_metadata(checkpoint: GGUFCheckpoint) -> dict[str, Any]:
         _whole(checkpoint, f"{architecture}.{key}", value(key))
         for key in ("embedding_length", "attention.head_count")
     )
+    if value("expert_count", 0):
+        raise ConfigError(
+            f"model.source: {checkpoint.path} has {value('expert_count')} experts per layer, which "
+            "are not supported in GGUF\n  what works: the model's Hugging Face folder"
+        )
     head_dim = value("attention.key_length", hidden_size // num_heads)
     if value("rope.dimension_count", head_dim) != head_dim:
         raise ConfigError(

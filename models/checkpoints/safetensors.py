@@ -76,16 +76,7 @@ class SafetensorsCheckpoint(Checkpoint):
     def read(self, name: str, rows: slice = slice(None)) -> npt.NDArray[np.float32]:
         """Reads rows of one tensor; float32 comes as a view of the mapped file."""
         location = self._locations[name]
-        stored = np.frombuffer(
-            self._map(location.file),
-            _STORED_AS[location.info.encoding],
-            math.prod(location.info.shape),
-            location.offset,
-        ).reshape(location.info.shape)[rows]
-        if location.info.encoding == "BF16":
-            # bfloat16 is the upper half of a float32.
-            return (stored.astype(np.uint32) << 16).view(np.float32)
-        return stored.astype(np.float32, copy=False)
+        return _values(self._map(location.file), location, rows)
 
     def _map(self, file: Path) -> mmap.mmap:
         # One map per file for as long as the checkpoint lives; views of it are handed out.
@@ -93,6 +84,31 @@ class SafetensorsCheckpoint(Checkpoint):
             with file.open("rb") as stream:
                 self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         return self._maps[file]
+
+
+def read_tensors(file: Path) -> dict[str, npt.NDArray[np.float32]]:
+    """Every tensor of one file as float32, by the name it has there.
+
+    Raises:
+        ConfigError: If the file is damaged.
+    """
+    locations = _read_header(file)
+    with file.open("rb") as stream:
+        mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        return {
+            name: _values(mapped, location, slice(None)) for name, location in locations.items()
+        }
+
+
+def _values(mapped: mmap.mmap, location: _Location, rows: slice) -> npt.NDArray[np.float32]:
+    info = location.info
+    stored = np.frombuffer(
+        mapped, _STORED_AS[info.encoding], math.prod(info.shape), location.offset
+    ).reshape(info.shape)[rows]
+    if info.encoding == "BF16":
+        # bfloat16 is the upper half of a float32.
+        return (stored.astype(np.uint32) << 16).view(np.float32)
+    return stored.astype(np.float32, copy=False)
 
 
 def _locate(folder: Path) -> dict[str, _Location]:

@@ -140,7 +140,8 @@ def dense_settings(reader: ConfigReader, family: str, **family_facts: Any) -> Mo
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
-        "intermediate_size": reader.integer("intermediate_size"),
+        "intermediate_size": family_facts.get("intermediate_size")
+        or reader.integer("intermediate_size"),
         "norm_eps": reader.number("rms_norm_eps", 1e-6),
         "rope": family_facts.get("rope") or rope_settings(reader, max_position_embeddings),
         "max_position_embeddings": max_position_embeddings,

@@ -1,4 +1,5 @@
 from .exchange import *
 from .experts import *
 from .latent import *
+from .lora import *
 from .matmul import *

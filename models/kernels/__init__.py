@@ -9,6 +9,8 @@ from max.dtype import DType
 from max.graph import BufferValue, DeviceRef, Dim, TensorType, TensorValue, ops
 from max.nn.kv_cache import PagedCacheValues
 
+from models.lora import Routing
+
 KERNELS = Path(__file__).parent
 """The folder that a graph loads its custom kernels from."""
 
@@ -204,6 +206,32 @@ def latent_attention(
         ],
         [result],
     )[0].tensor
+
+
+def lora_products(
+    x: TensorValue,
+    a: TensorValue,
+    b: TensorValue,
+    routing: Routing[TensorValue],
+    first_row: TensorValue,
+) -> TensorValue:
+    """What adapters add to a product: ``x @ A.T @ B.T`` with each token's own A and B.
+
+    MAX 26.7 has this for accelerators only.
+
+    Args:
+        x: float32 [rows, in].
+        a: float32 [adapters, rank, in].
+        b: float32 [adapters, out, rank], the scale in it.
+        routing: Which tokens of the batch have which adapter.
+        first_row: int64 [1] on the CPU: where the rows begin in the batch.
+
+    Returns:
+        float32 [rows, out]; zero for tokens without an adapter.
+    """
+    values = [x, a, b, routing.ids, routing.offsets, routing.end, first_row]
+    result = TensorType(DType.float32, [x.shape[0], b.shape[1]], x.device)
+    return ops.custom("rolecall_lora", x.device, values, [result])[0].tensor
 
 
 def _range(held: range) -> TensorValue:

@@ -102,6 +102,10 @@ class AttentionShard(Module):
             settings.hidden_size,
             q_dim + 2 * kv_dim,
             stacked("bias") if settings.qkv_bias else None,
+            [
+                (width, config.adapter_slot(holder, layer, f"{name}_proj"))
+                for name, width in (("q", q_dim), ("k", kv_dim), ("v", kv_dim))
+            ],
         )
         # The results of a replica's devices are summed, so one of them adds the bias.
         adds_bias = settings.o_bias and placement.rank(holder) == 0
@@ -112,6 +116,7 @@ class AttentionShard(Module):
             q_dim,
             settings.hidden_size,
             (Piece(f"{prefix}.o_proj.bias"),) if adds_bias else None,
+            [(settings.hidden_size, config.adapter_slot(holder, layer, "o_proj"))],
         )
         self.clip = settings.qkv_clip
         self.widths = [q_dim, kv_dim, kv_dim]

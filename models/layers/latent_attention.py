@@ -6,7 +6,6 @@ Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; tensor names as in Hugging 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 from max.dtype import DType
@@ -14,18 +13,17 @@ from max.graph import BufferType, DeviceRef, TensorValue, ops
 from max.nn import kernels
 from max.nn.layer import Module
 
-from models.collectives import Collectives
 from models.config import DecoderConfig
 from models.kernels import latent_attention, latent_context
 from models.layers.linear import Linear
 from models.layers.norm import RMSNorm
-from models.layers.shards import Sharded
+from models.layers.shards import SummedMixer
 from models.layers.step import Step
 from models.settings import LatentSettings
 from models.weights import DeclaredWeight, FromCheckpoint, Piece, columns_of, rows_of
 
 
-class LatentAttention(Sharded):
+class LatentAttention(SummedMixer):
     """Latent attention of one layer: each device attends with its heads to the whole latents.
 
     Args:
@@ -36,14 +34,6 @@ class LatentAttention(Sharded):
 
     def __init__(self, config: DecoderConfig, latent: LatentSettings, layer: int) -> None:
         super().__init__(config, partial(LatentAttentionShard, config, latent, layer))
-
-    def __call__(
-        self, xs: Sequence[TensorValue], steps: Sequence[Step], collectives: Collectives
-    ) -> list[TensorValue]:
-        """Per device [tokens, hidden] to [tokens, hidden]."""
-        return collectives.sum_in_replicas(
-            [shard(x, step) for shard, x, step in zip(self.shards, xs, steps, strict=True)]
-        )
 
 
 class LatentAttentionShard(Module):

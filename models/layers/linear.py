@@ -1,13 +1,26 @@
-"""Matrix products with weights from the checkpoint."""
+"""Matrix products with weights from the checkpoint, and what adapters add to them."""
 
 from __future__ import annotations
 
-from max.graph import TensorValue
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from max.graph import TensorValue, ops
 from max.nn.layer import Module
 
 from models.config import DecoderConfig
-from models.kernels import matmul
+from models.kernels import lora_products, matmul
+from models.lora import AdapterSlot, Routing
 from models.weights import DeclaredWeight, FromCheckpoint, Piece
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """What adapters add with in one step."""
+
+    routing: Routing[TensorValue]
+    first_row: TensorValue
+    stacks: tuple[tuple[TensorValue, TensorValue] | None, ...]
 
 
 class Linear(Module):
@@ -23,6 +36,7 @@ class Linear(Module):
         in_dim: Columns of the weight.
         out_dim: Rows of the weight.
         bias: Where the bias comes from; ``None`` for none.
+        adapted: The parts of the rows, each with its width and where adapters add to it.
     """
 
     def __init__(
@@ -33,6 +47,7 @@ class Linear(Module):
         in_dim: int,
         out_dim: int,
         bias: tuple[Piece, ...] | None = None,
+        adapted: Sequence[tuple[int, AdapterSlot | None]] = (),
     ) -> None:
         super().__init__()
         device = config.placement.devices[holder]
@@ -46,8 +61,43 @@ class Linear(Module):
                 "bias", config.dtype, (out_dim,), device, FromCheckpoint(bias), holder
             )
         )
+        self.adapted = tuple(adapted) if any(slot for _, slot in adapted) else ()
+        self._bound: _Bound | None = None
+
+    def bind_adapters(
+        self,
+        routing: Routing[TensorValue],
+        first_row: TensorValue,
+        stacks: Iterator[TensorValue],
+    ) -> None:
+        """Receives this step's adapters, before the decoder is called.
+
+        Args:
+            routing: Which tokens have which adapter.
+            first_row: int64 [1] on the CPU: where this device's tokens begin in the batch.
+            stacks: An A and a B per part that adapters add to.
+        """
+        self._bound = _Bound(
+            routing,
+            first_row,
+            tuple(
+                None if slot is None else (next(stacks), next(stacks)) for _, slot in self.adapted
+            ),
+        )
 
     def __call__(self, x: TensorValue) -> TensorValue:
         """[tokens, in_dim] to [tokens, out_dim]."""
         y = matmul(x, self.weight)
-        return y if self.bias is None else y + self.bias
+        if self.bias is not None:
+            y = y + self.bias
+        return y if self._bound is None else y + self._added(x, self._bound)
+
+    def _added(self, x: TensorValue, bound: _Bound) -> TensorValue:
+        parts = []
+        for (width, _), stacks in zip(self.adapted, bound.stacks, strict=True):
+            if stacks is None:
+                zero = ops.constant(0, x.dtype, x.device)
+                parts.append(ops.broadcast_to(zero, (x.shape[0], width)))
+            else:
+                parts.append(lora_products(x, *stacks, bound.routing, bound.first_row))
+        return parts[0] if len(parts) == 1 else ops.concat(parts, axis=1)

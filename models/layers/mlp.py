@@ -13,6 +13,7 @@ from models.config import DecoderConfig
 from models.layers.activations import ACTIVATIONS
 from models.layers.linear import Linear
 from models.layers.shards import Sharded
+from models.lora import AdapterSlot
 from models.weights import Piece, columns_of, rows_of
 
 
@@ -25,10 +26,13 @@ class MLP(Sharded):
         config: The decoder's configuration.
         prefix: The checkpoint's name of the layer.
         size: Its inner columns.
+        layer: The layer's index in the model, where adapters may add to it.
     """
 
-    def __init__(self, config: DecoderConfig, prefix: str, size: int) -> None:
-        super().__init__(config, partial(MLPShard, config, prefix, size))
+    def __init__(
+        self, config: DecoderConfig, prefix: str, size: int, layer: int | None = None
+    ) -> None:
+        super().__init__(config, partial(MLPShard, config, prefix, size, layer))
 
     def __call__(self, xs: Sequence[TensorValue], collectives: Collectives) -> list[TensorValue]:
         """Per device [tokens, hidden] to [tokens, hidden]."""
@@ -46,11 +50,18 @@ class MLPShard(Module):
         config: The decoder's configuration.
         prefix: The checkpoint's name of the layer.
         size: Inner columns of all devices.
+        layer: The layer's index in the model, where adapters may add to it.
         holder: The position of the device that holds it.
     """
 
-    def __init__(self, config: DecoderConfig, prefix: str, size: int, holder: int) -> None:
+    def __init__(
+        self, config: DecoderConfig, prefix: str, size: int, layer: int | None, holder: int
+    ) -> None:
         super().__init__()
+
+        def slot(target: str) -> AdapterSlot | None:
+            return None if layer is None else config.adapter_slot(holder, layer, target)
+
         settings, placement = config.settings, config.placement
         inner = placement.inner_columns(size, holder)
         self.inner = len(inner)
@@ -71,6 +82,7 @@ class MLPShard(Module):
             settings.hidden_size,
             len(names) * self.inner,
             biases if settings.mlp_bias else None,
+            [(self.inner, slot(f"{name}_proj")) for name in names],
         )
         # The results of a replica's devices are summed, so one of them adds the bias.
         adds_bias = settings.mlp_bias and placement.rank(holder) == 0
@@ -81,6 +93,7 @@ class MLPShard(Module):
             self.inner,
             settings.hidden_size,
             (Piece(f"{prefix}.down_proj.bias"),) if adds_bias else None,
+            [(settings.hidden_size, slot("down_proj"))],
         )
 
     def __call__(self, x: TensorValue) -> TensorValue:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from max.graph import TensorValue
 from max.nn.layer import LayerList, Module
 
+from models.collectives import Collectives
 from models.config import DecoderConfig
+from models.layers.step import Step
 
 
 class Sharded(Module):
@@ -20,3 +23,15 @@ class Sharded(Module):
     def __init__(self, config: DecoderConfig, shard: Callable[[int], Module]) -> None:
         super().__init__()
         self.shards = LayerList([shard(holder) for holder in range(len(config.placement.devices))])
+
+
+class SummedMixer(Sharded):
+    """A mixer each of whose devices computes a part, and the parts of a replica are summed."""
+
+    def __call__(
+        self, xs: Sequence[TensorValue], steps: Sequence[Step], collectives: Collectives
+    ) -> list[TensorValue]:
+        """Per device [tokens, hidden] to [tokens, hidden]."""
+        return collectives.sum_in_replicas(
+            [shard(x, step) for shard, x, step in zip(self.shards, xs, steps, strict=True)]
+        )

@@ -5,7 +5,6 @@ Source: LFM2, as in Hugging Face's ``modeling_lfm2.py`` (``Lfm2ShortConv``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -14,16 +13,15 @@ from max.graph import TensorValue, ops
 from max.nn.layer import Module
 from max.nn.state_space import causal_conv1d_varlen_fwd
 
-from models.collectives import Collectives
 from models.config import DecoderConfig
 from models.layers.linear import Linear
-from models.layers.shards import Sharded
+from models.layers.shards import SummedMixer
 from models.layers.step import Step
 from models.settings import ShortConvSettings
 from models.weights import DeclaredWeight, Piece, columns_of, rows_of
 
 
-class ShortConv(Sharded):
+class ShortConv(SummedMixer):
     """``out(c * conv(b * x))``: each device computes its channels, and the results are summed.
 
     Args:
@@ -34,14 +32,6 @@ class ShortConv(Sharded):
 
     def __init__(self, config: DecoderConfig, conv: ShortConvSettings, layer: int) -> None:
         super().__init__(config, partial(ShortConvShard, config, conv, layer))
-
-    def __call__(
-        self, xs: Sequence[TensorValue], steps: Sequence[Step], collectives: Collectives
-    ) -> list[TensorValue]:
-        """Per device [tokens, hidden] to [tokens, hidden]."""
-        return collectives.sum_in_replicas(
-            [shard(x, step) for shard, x, step in zip(self.shards, xs, steps, strict=True)]
-        )
 
 
 class ShortConvShard(Module):

@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import peft
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -283,6 +284,52 @@ def make_model(name: str) -> None:
     print(f"{name}: logits from {min(v.min() for k, v in expected.items() if 'logits' in k):.1f}")
 
 
+ADAPTERS = {
+    # All products, a rank below what the tests' stacks hold.
+    "all": {
+        "r": 6,
+        "lora_alpha": 12,
+        "target_modules": [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")],
+    },
+    # Some products of some layers, and the scale of rank-stabilized LoRA.
+    "some": {
+        "r": 16,
+        "lora_alpha": 8,
+        "use_rslora": True,
+        "target_modules": ["q_proj", "v_proj", "down_proj"],
+        "layers_to_transform": [0, 2],
+    },
+}
+
+
+def make_adapters() -> None:
+    """Adapters of tiny_llama in PEFT's layout, each with the logits of the first prompts."""
+    with np.load(FOLDER / "tiny_llama" / "expected.npz") as values:
+        sequences = [(values[f"prompt_{i}"], values[f"forced_{i}"]) for i in range(4)]
+    for number, (name, facts) in enumerate(ADAPTERS.items()):
+        base = AutoModelForCausalLM.from_pretrained(
+            FOLDER / "tiny_llama", dtype=torch.float32, attn_implementation="eager"
+        )
+        model = peft.get_peft_model(base, peft.LoraConfig(**facts)).eval()
+        generator = torch.Generator().manual_seed(number)
+        for key, parameter in model.named_parameters():
+            if "lora_" in key:
+                scale = 0.5 if "lora_B" in key else parameter.shape[-1] ** -0.5
+                values = scale * torch.randn(parameter.shape, generator=generator)
+                parameter.data = values.to(torch.bfloat16).float()
+        expected = {}
+        for index, (prompt, forced) in enumerate(sequences):
+            rows = logits_of(model, [*prompt.tolist(), *forced.tolist()])
+            expected[f"logits_{index}"] = rows[len(prompt) - 1 :].numpy()
+        folder = FOLDER / "tiny_llama_adapters" / name
+        model.save_pretrained(folder)
+        (folder / "README.md").unlink(missing_ok=True)
+        file = folder / "adapter_config.json"
+        config = json.loads(file.read_text()) | {"base_model_name_or_path": "tiny_llama"}
+        file.write_text(json.dumps(config, indent=1) + "\n")
+        np.savez_compressed(folder / "expected.npz", **expected)
+
+
 def make_rope() -> None:
     cases = {}
     for name, parameters in ROPES.items():
@@ -329,6 +376,7 @@ def main() -> None:
     names = sys.argv[1:] or list(MODELS)
     for name in names:
         make_model(name)
+    make_adapters()
     make_rope()
     make_sampling()
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
