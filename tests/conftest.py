@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import os
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -107,7 +111,9 @@ def load_together(group: tuple[tuple[str, ...], ...]) -> dict[tuple[str, ...], C
     from builder.compile import compile_together, process_session
 
     registrations = [build(plan_for(*overrides)) for overrides in group]
-    return dict(zip(group, compile_together(registrations, process_session()), strict=True))
+    with one_process(repr(group)):
+        compiled = compile_together(registrations, process_session())
+    return dict(zip(group, compiled, strict=True))
 
 
 @cache
@@ -116,7 +122,17 @@ def compiled_alone(*overrides: str) -> Compiled:
     from builder.build import build
     from builder.compile import compile_registration, process_session
 
-    return compile_registration(build(plan_for(*overrides)), process_session())
+    with one_process(repr(overrides)):
+        return compile_registration(build(plan_for(*overrides)), process_session())
+
+
+@contextmanager
+def one_process(what: str) -> Iterator[None]:
+    """Lets one process of a test run compile something; the others then find it in MAX's cache."""
+    name = hashlib.sha256(what.encode()).hexdigest()
+    with (Path(tempfile.gettempdir()) / f"rolecall-tests-{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def limited(compiled: Compiled, *, num_pages: int = 0, max_batch_input_tokens: int = 0) -> Compiled:

@@ -99,7 +99,7 @@ def test_bfloat16_is_the_upper_half_of_float32(tmp_path: Path) -> None:
     header = json.dumps(
         {"model.norm.weight": {"dtype": "BF16", "shape": [2, 2], "data_offsets": [0, 8]}}
     ).encode()
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     (tmp_path / "model.safetensors").write_bytes(
         len(header).to_bytes(8, "little") + header + bits.tobytes()
     )

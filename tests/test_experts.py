@@ -182,7 +182,6 @@ def test_every_token_to_the_last_devices(monkeypatch: pytest.MonkeyPatch) -> Non
 HIDDEN, INNER, NUM_EXPERTS, MAX_TOKENS = 12, 5, 8, 16
 PLACEMENTS = {
     "data": Placement(devices=(CPU,) * 4, data=4, expert=4, layers=range(1)),
-    "tensor": Placement(devices=(CPU,) * 2, tensor=2, expert=2, layers=range(1)),
     "experts alone": Placement(devices=(CPU,) * 2, expert=2, layers=range(1)),
 }
 
