@@ -25,6 +25,10 @@ from builder.schema import SamplingConfig
 from builder.sources import fetch
 from models.checkpoints import open_checkpoint
 
+# Importing MAX names another Python in the process's environment, behind os.environ, and the
+# processes of a test run would take it for theirs.
+os.unsetenv("PYTHONEXECUTABLE")
+
 if TYPE_CHECKING:
     from builder.compile import Compiled
 
