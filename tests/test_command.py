@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -279,7 +279,7 @@ def test_verbose_shows_the_traceback(tmp_path: Path) -> None:
     assert "deployment.vision: not supported" in done.stderr
 
 
-def test_plan_writes_its_files_without_a_session_and_within_a_second(tmp_path: Path) -> None:
+def test_plan_writes_its_files_without_a_session_and_at_once(tmp_path: Path) -> None:
     rolecall(tmp_path, "task=plan")
     fields = read(tmp_path, "contract.json")["fields"]
     assert len(fields) == 16
@@ -292,14 +292,16 @@ def test_plan_writes_its_files_without_a_session_and_within_a_second(tmp_path: P
     assert all(field["because"] for field in fields)
     assert read(tmp_path, "plan.json")["settings"]["num_layers"] == 30
     assert read(tmp_path, "status.json")["status"] == "ok"
-    # The fastest of a few, so that a busy machine does not decide; alone it takes 0.85 s.
+    # Alone it takes 0.85 s. Beside another test that compiles, only the processor's time says
+    # whether it got slower: importing MAX's pipelines would add two seconds.
     took = []
     for _ in range(5):
-        began = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = rolecall(tmp_path, "task=plan")
-        took.append(time.perf_counter() - began)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        took.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert "16 fields" in done.stdout
-    assert min(took) < 1.0
+    assert min(took) < 1.6
 
 
 def test_plan_imports_no_engine_session_and_no_pipelines() -> None:
