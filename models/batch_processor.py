@@ -27,7 +27,7 @@ from models.contract import resolve_contract
 from models.exchange import ExpertParallelExchange
 from models.lora import AdapterStore, routing_of
 from models.role_contracts import DecoderInputs, DecoderOutputs
-from models.state import RequestStateStore, StateRow
+from models.state import DeviceState, RequestStateStore, StateRow
 
 
 class DecoderArchConfig(Protocol):
@@ -184,43 +184,47 @@ class GraphApiDecoderBatchProcessor(
             ends = np.cumsum([0, *map(len, replica_batches)], dtype=np.int64)
             shared["host_input_row_offsets"] = offsets
             shared["data_parallel_splits"] = Buffer.from_numpy(ends)
-        assert self._state is not None
-        batches = [
-            [StateRow(c.request_id, c.tokens.processed_length > 0) for c in batch]
-            for batch in replica_batches
-        ]
+        routing = self._routing(contexts)
         stages = tuple(
             DecoderInputs(
                 **shared,
                 token_positions=positions if config.declarations.token_positions else None,
                 kv=_stage_kv(kv_cache_inputs, config, len(self._stages)),
-                state=self._state.inputs(stage, config.placement, batches),
+                state=self._state_inputs(stage, config, replica_batches),
                 batch_context_lengths=_context_lengths(config, replica_batches),
                 ep=None if self._ep is None else self._ep.model_inputs(stage),
-                lora=self._lora(stage, config, contexts),
+                lora=None if self._adapters is None else (*routing, *self._adapters.stacks(stage)),
                 **lasting,
             )
             for stage, (config, lasting) in enumerate(zip(self._stages, self._lasting, strict=True))
         )
         return GraphApiDecoderModelInputs(kv_cache_inputs=kv_cache_inputs, stages=stages)
 
-    def _lora(
-        self, stage: int, config: DecoderConfig, contexts: Sequence[TextContext]
-    ) -> tuple[Buffer, ...] | None:
-        """Routing, then the stage's stacks; a request's ``model_name`` is its adapter's."""
-        if config.declarations.lora is None:
+    def _state_inputs(
+        self, stage: int, config: DecoderConfig, replica_batches: Sequence[Sequence[TextContext]]
+    ) -> tuple[DeviceState[Buffer, Buffer], ...] | None:
+        if config.declarations.state is None:
             return None
-        assert self._adapters is not None
+        assert self._state is not None
+        batches = [
+            [StateRow(c.request_id, c.tokens.processed_length > 0) for c in batch]
+            for batch in replica_batches
+        ]
+        return self._state.inputs(stage, config.placement, batches)
+
+    def _routing(self, contexts: Sequence[TextContext]) -> tuple[Buffer, ...]:
+        """The same for every stage; a request's ``model_name`` is its adapter's."""
+        if self._adapters is None:
+            return ()
         routing = routing_of(
             [self._adapters.slot(context.model_name) for context in contexts],
             [context.tokens.active_length for context in contexts],
         )
-        device = config.placement.devices[0].to_device()
+        device = self._stages[0].placement.devices[0].to_device()
         return (
             Buffer.from_numpy(routing.ids).to(device),
             Buffer.from_numpy(routing.offsets).to(device),
             Buffer.from_numpy(routing.end),
-            *self._adapters.stacks(stage),
         )
 
     def _check_return_n_logits(self, wanted: int, lengths: Sequence[int]) -> None:

@@ -168,13 +168,7 @@ class AdapterStore:
         self, stages: Sequence[Placement], settings: ModelSettings, limits: LoraLimits
     ) -> None:
         self._limits = limits
-        self._slots = [
-            [
-                adapter_slots(settings, placement, limits, holder)
-                for holder in range(len(placement.devices))
-            ]
-            for placement in stages
-        ]
+        self._slots = _stage_slots(settings, stages, limits)
         self._sizes = _whole_sizes(self._slots)
         count, rank = limits.max_adapters, limits.max_rank
         self._stacks = [
@@ -252,15 +246,20 @@ def whole_sizes(
     settings: ModelSettings, stages: Sequence[Placement], limits: LoraLimits
 ) -> Mapping[str, tuple[int, int]]:
     """Each product's inputs and outputs, by its name in adapters."""
-    return _whole_sizes(
+    return _whole_sizes(_stage_slots(settings, stages, limits))
+
+
+def _stage_slots(
+    settings: ModelSettings, stages: Sequence[Placement], limits: LoraLimits
+) -> list[list[tuple[AdapterSlot, ...]]]:
+    """Per stage and device, its target slots."""
+    return [
         [
-            [
-                adapter_slots(settings, placement, limits, holder)
-                for holder in range(len(placement.devices))
-            ]
-            for placement in stages
+            adapter_slots(settings, placement, limits, holder)
+            for holder in range(len(placement.devices))
         ]
-    )
+        for placement in stages
+    ]
 
 
 def _whole_sizes(
