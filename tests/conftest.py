@@ -24,6 +24,7 @@ from builder.sampling import Sampler
 from builder.schema import SamplingConfig
 from builder.sources import fetch
 from models.checkpoints import open_checkpoint
+from models.errors import ConfigError
 
 # Importing MAX names another Python in the process's environment, behind os.environ, and the
 # processes of a test run would take it for theirs.
@@ -53,6 +54,13 @@ def plan_for(*overrides: str) -> Plan:
     """Steps 1 and 2."""
     config = compose(overrides)
     return resolve(config.model, config.deployment, open_checkpoint(fetch(config.model)))
+
+
+def assert_refused(overrides: Sequence[str], wanted: str) -> None:
+    """Resolving is refused with a message that has some words."""
+    with pytest.raises(ConfigError) as caught:
+        plan_for(*overrides)
+    assert wanted in str(caught.value)
 
 
 def _deployments(model: str, *names: str) -> tuple[tuple[str, ...], ...]:
