@@ -13,7 +13,16 @@ from max.engine import Model
 from max.graph import BufferType, DeviceRef, Graph, TensorType
 
 from builder.compile import process_session
-from models.kernels import KERNELS, expert_products, latent_attention, latent_context, matmul
+from models.kernels import (
+    KERNELS,
+    expert_products,
+    gated_delta,
+    latent_attention,
+    latent_context,
+    matmul,
+    patch_attention,
+    place_rows,
+)
 from models.kv_cache import HostMLAKVCacheParams
 
 CPU = DeviceRef.CPU()
@@ -191,3 +200,91 @@ def test_context_lengths_that_are_not_the_batchs_are_an_error() -> None:
 def test_context_that_the_workspace_does_not_hold_is_an_error() -> None:
     with pytest.raises(ValueError, match="24 tokens of context for a workspace of 16"):
         _attend([9, 3], [1, 3], capacity=16)
+
+
+HEADS, PATCHES, WIDTH = 3, 21, 20
+VALUE_HEADS, KEY_HEADS, KEY, VALUE, SLOTS = 4, 2, 12, 19, 3
+
+
+@cache
+def _vision_and_delta() -> Model:
+    """Three kernels in one graph, which compiles in the time of one."""
+    delta_width = 2 * KEY_HEADS * KEY + VALUE_HEADS * VALUE
+    types = [
+        TensorType(DType.float32, ["patches", 3 * HEADS * WIDTH], CPU),
+        *(TensorType(DType.float32, [rows, 5], CPU) for rows in ("tokens", "rows")),
+        TensorType(DType.int32, ["rows"], CPU),
+        BufferType(DType.float32, [SLOTS, VALUE_HEADS, KEY, VALUE], CPU),
+        *(
+            TensorType(DType.float32, ["steps", width], CPU)
+            for width in (delta_width, VALUE_HEADS, VALUE_HEADS)
+        ),
+        TensorType(DType.uint32, ["offsets"], CPU),
+        TensorType(DType.uint32, ["sequences"], CPU),
+        TensorType(DType.bool, ["sequences"], CPU),
+    ]
+    with Graph("vision_and_delta", input_types=types, custom_extensions=[KERNELS]) as graph:
+        qkv, x, rows, at, pool, *delta = graph.inputs
+        graph.output(
+            patch_attention(qkv.tensor, HEADS, PATCHES, 0.3),
+            place_rows(x.tensor, rows.tensor, at.tensor),
+            gated_delta(pool.buffer, *(value.tensor for value in delta)),
+        )
+    return process_session().load(graph)
+
+
+def _attended(qkv: np.ndarray) -> np.ndarray:
+    parts = qkv.astype(np.float64).reshape(-1, PATCHES, 3, HEADS, WIDTH)
+    queries, keys, values = np.moveaxis(parts, 2, 0)
+    scores = np.exp(0.3 * np.einsum("ilhd,imhd->ihlm", queries, keys))
+    weights = scores / scores.sum(-1, keepdims=True)
+    return np.einsum("ihlm,imhd->ilhd", weights, values).reshape(len(qkv), -1)
+
+
+def _remembered(
+    memory: np.ndarray, qkv: np.ndarray, decay: np.ndarray, beta: np.ndarray, head: int
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """The rule as the paper writes it, for one head of one sequence, in float64."""
+    read, at = [], head // (VALUE_HEADS // KEY_HEADS) * KEY
+    for row, kept, near in zip(qkv.astype(np.float64), decay[:, head], beta[:, head], strict=True):
+        query = row[at : at + KEY]
+        key = row[KEY_HEADS * KEY + at : KEY_HEADS * KEY + at + KEY]
+        value = row[2 * KEY_HEADS * KEY :].reshape(VALUE_HEADS, VALUE)[head]
+        query, key = (x / np.sqrt(x @ x + 1e-6) for x in (query, key))
+        memory = memory * np.exp(kept)
+        memory = memory + np.outer(key, near * (value - key @ memory))
+        read.append(query / np.sqrt(KEY) @ memory)
+    return memory, read
+
+
+@pytest.mark.parametrize("images", [0, 1, 4])
+def test_vision_and_delta_kernels_are_numpys(images: int) -> None:
+    generator = np.random.default_rng(images)
+
+    def normal(*shape: int) -> np.ndarray:
+        return generator.standard_normal(shape, np.float32)
+
+    qkv, x, rows = normal(images * PATCHES, 3 * HEADS * WIDTH), normal(9, 5), normal(4, 5)
+    at = np.array([8, -1, 0, -1], np.int32)
+    pool = normal(SLOTS, VALUE_HEADS, KEY, VALUE)
+    memories = pool.astype(np.float64)
+    step = normal(8, 2 * KEY_HEADS * KEY + VALUE_HEADS * VALUE)
+    decay, beta = -np.abs(normal(8, VALUE_HEADS)), np.abs(normal(8, VALUE_HEADS))
+    offsets, slots = np.array([0, 7, 8], np.uint32), np.array([2, 0], np.uint32)
+    started = np.array([False, True])
+    memories[2] = 0  # What the slot held before is none of the sequence's.
+    inputs = (qkv, x, rows, at, pool, step, decay, beta, offsets, slots, started)
+    outputs = _vision_and_delta().execute(*map(Buffer.from_numpy, inputs))
+    attended, placed, remembered = (output.to_numpy() for output in outputs)
+    np.testing.assert_allclose(attended, _attended(qkv), atol=1e-5)
+    x[8], x[0] = rows[0], rows[2]
+    np.testing.assert_array_equal(placed, x)
+    for sequence, slot in enumerate(slots):
+        part = slice(offsets[sequence], offsets[sequence + 1])
+        for head in range(VALUE_HEADS):
+            memory, read = _remembered(
+                memories[slot, head], step[part], decay[part], beta[part], head
+            )
+            found = remembered.reshape(8, VALUE_HEADS, VALUE)[part, head]
+            np.testing.assert_allclose(found, read, atol=1e-5)
+            np.testing.assert_allclose(pool[slot, head], memory, atol=1e-5)

@@ -234,6 +234,69 @@ def lora_products(
     return ops.custom("rolecall_lora", x.device, values, [result])[0].tensor
 
 
+def patch_attention(qkv: TensorValue, num_heads: int, length: int, scale: float) -> TensorValue:
+    """Attention from each patch to all patches of its image.
+
+    MAX 26.7 has it without a KV cache for accelerators only.
+
+    Args:
+        qkv: float32 [images * length, 3 * num_heads * dim]: queries, keys and values.
+        num_heads: Heads of this device.
+        length: Patches of an image.
+        scale: What scores are multiplied with.
+
+    Returns:
+        float32 [images * length, num_heads * dim].
+    """
+    result = TensorType(DType.float32, [qkv.shape[0], int(qkv.shape[1]) // 3], qkv.device)
+    sizes, factor = _constant([num_heads, length], np.int64), _constant([scale], np.float32)
+    values = [qkv, sizes, factor]
+    return ops.custom("rolecall_patch_attention", qkv.device, values, [result])[0].tensor
+
+
+def place_rows(x: TensorValue, rows: TensorValue, at: TensorValue) -> TensorValue:
+    """``x`` with some rows in place of its own.
+
+    Args:
+        x: float32 [tokens, width].
+        rows: float32 [count, width].
+        at: int32 [count]: the row of ``x`` that each replaces; -1 is none.
+    """
+    return ops.custom("rolecall_place_rows", x.device, [x, rows, at], [x.type])[0].tensor
+
+
+def gated_delta(
+    pool: BufferValue,
+    qkv: TensorValue,
+    decay: TensorValue,
+    beta: TensorValue,
+    row_offsets: TensorValue,
+    slots: TensorValue,
+    started: TensorValue,
+) -> TensorValue:
+    """The gated delta rule (arXiv 2412.06464, section 3) over each sequence's tokens.
+
+    Queries and keys are normalised to length one, and a query divided by the root of its
+    dimensions. MAX 26.7 has this for accelerators only.
+
+    Args:
+        pool: float32 [slots, heads, key, value]: each head's memory, updated in place.
+        qkv: float32 [tokens, 2 * key_heads * key + heads * value]: queries, keys and values.
+        decay: float32 [tokens, heads]: the logarithm of what a memory keeps.
+        beta: float32 [tokens, heads]: how far it is brought to a token's value.
+        row_offsets: uint32 [sequences + 1].
+        slots: uint32 [sequences]: where each sequence's memories are.
+        started: bool [sequences]: whether it has any; otherwise they are zeroed first.
+
+    Returns:
+        float32 [tokens, heads * value].
+    """
+    width = int(pool.shape[1]) * int(pool.shape[3])
+    result = TensorType(DType.float32, [qkv.shape[0], width], qkv.device)
+    values = [pool, qkv, decay, beta, row_offsets, slots, started]
+    return ops.inplace_custom("rolecall_gated_delta", pool.device, values, [result])[0].tensor
+
+
 def _range(held: range) -> TensorValue:
     return _constant([held.start, len(held)], np.int64)
 

@@ -4,12 +4,12 @@ import extensibility
 from extensibility import InputTensor, OutputTensor, _MutableInputTensor as MutableInputTensor
 from max.algorithm import sync_parallelize
 from max.gpu.host import DeviceContext
-from std.collections import Array, List
+from std.collections import List
 from std.math import ceildiv, exp
 from std.sys import num_physical_cores
 
 from .rows import copy_row
-from .tile import F32, WIDTH, row_products
+from .tile import F32, row_products, weighted_rows
 
 comptime U32 = DType.uint32
 
@@ -146,7 +146,7 @@ struct LatentAttention:
                     begins_at.unsafe_offset(token).unsafe_load() * cached
                 )
                 var count = seen_at.unsafe_offset(token).unsafe_load()
-                _weighted_rows(absorbed.unsafe_ptr(), own, keys, rank, rank, nope, factor)
+                weighted_rows(absorbed.unsafe_ptr(), own, keys, rank, rank, nope, factor)
                 for i in range(rope):
                     absorbed[rank + i] = own.unsafe_offset(nope + i).unsafe_load() * factor
                 row_products(
@@ -159,7 +159,7 @@ struct LatentAttention:
                 for s in range(count):
                     scores[s] = exp(scores[s] - largest)
                     total += scores[s]
-                _weighted_rows(
+                weighted_rows(
                     sums.unsafe_ptr(), scores.unsafe_ptr(), rows, cached, rank, count, 1 / total
                 )
                 row_products(
@@ -186,39 +186,3 @@ def _length(
     var offsets = row_offsets.unsafe_ptr().unsafe_offset(sequence)
     var now = offsets.unsafe_offset(1).unsafe_load() - offsets.unsafe_load()
     return Int(cache_lengths.unsafe_ptr().unsafe_offset(sequence).unsafe_load() + now)
-
-
-@always_inline
-def _weighted_rows(
-    y: Pointer[mut=True, Scalar[F32], _],
-    weights: Pointer[Scalar[F32], _],
-    rows: Pointer[Scalar[F32], _],
-    stride: Int,
-    width: Int,
-    count: Int,
-    factor: Scalar[F32],
-):
-    """Writes factor times the sum of count rows of some width, each times its weight."""
-    comptime BLOCK = 4 * WIDTH
-    var column = 0
-    while column + BLOCK <= width:
-        var sums = Array[SIMD[F32, WIDTH], 4](fill=0)
-        for row in range(count):
-            var weight = SIMD[F32, WIDTH](weights.unsafe_offset(row).unsafe_load())
-            var at = rows.unsafe_offset(row * stride + column)
-            comptime for part in range(4):
-                sums[part] = at.unsafe_offset(part * WIDTH).unsafe_load[width=WIDTH]().fma(
-                    weight, sums[part]
-                )
-        comptime for part in range(4):
-            y.unsafe_offset(column + part * WIDTH).unsafe_store(sums[part] * factor)
-        column += BLOCK
-    while column < width:
-        var sum = Scalar[F32](0)
-        for row in range(count):
-            sum += (
-                weights.unsafe_offset(row).unsafe_load()
-                * rows.unsafe_offset(row * stride + column).unsafe_load()
-            )
-        y.unsafe_offset(column).unsafe_store(sum * factor)
-        column += 1

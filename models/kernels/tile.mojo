@@ -1,4 +1,4 @@
-"""The product of a few rows with a few weights: what all our matrix products are made of."""
+"""Products of a few rows, and sums of rows: what our matrix products and attention are made of."""
 
 from std.collections import Array
 from std.sys import simd_width_of
@@ -108,6 +108,42 @@ def row_products(
         tile[1, 1](
             x, at, w.unsafe_offset(column * w_stride), w_stride, y.unsafe_offset(column), at, k
         )
+        column += 1
+
+
+@always_inline
+def weighted_rows(
+    y: Pointer[mut=True, Scalar[F32], _],
+    weights: Pointer[Scalar[F32], _],
+    rows: Pointer[Scalar[F32], _],
+    stride: Int,
+    width: Int,
+    count: Int,
+    factor: Scalar[F32],
+):
+    """Writes factor times the sum of count rows of some width, each times its weight."""
+    comptime BLOCK = 4 * WIDTH
+    var column = 0
+    while column + BLOCK <= width:
+        var sums = Array[SIMD[F32, WIDTH], 4](fill=0)
+        for row in range(count):
+            var weight = SIMD[F32, WIDTH](weights.unsafe_offset(row).unsafe_load())
+            var at = rows.unsafe_offset(row * stride + column)
+            comptime for part in range(4):
+                sums[part] = at.unsafe_offset(part * WIDTH).unsafe_load[width=WIDTH]().fma(
+                    weight, sums[part]
+                )
+        comptime for part in range(4):
+            y.unsafe_offset(column + part * WIDTH).unsafe_store(sums[part] * factor)
+        column += BLOCK
+    while column < width:
+        var sum = Scalar[F32](0)
+        for row in range(count):
+            sum += (
+                weights.unsafe_offset(row).unsafe_load()
+                * rows.unsafe_offset(row * stride + column).unsafe_load()
+            )
+        y.unsafe_offset(column).unsafe_store(sum * factor)
         column += 1
 
 
