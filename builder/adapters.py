@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from builder.schema import DeploymentConfig
+from models.checkpoints import Checkpoint
 from models.checkpoints.peft import open_adapter
 from models.errors import ConfigError
 from models.lora import TARGETS, Adapter, LoraLimits, check_adapter, whole_sizes
 from models.placement import Placement
-from models.settings import ModelSettings
 
 
 def lora_limits(deployment: DeploymentConfig) -> LoraLimits | None:
@@ -43,7 +43,7 @@ def lora_limits(deployment: DeploymentConfig) -> LoraLimits | None:
 
 
 def open_adapters(
-    deployment: DeploymentConfig, settings: ModelSettings, stages: Sequence[Placement]
+    deployment: DeploymentConfig, checkpoint: Checkpoint, stages: Sequence[Placement]
 ) -> Mapping[str, Adapter]:
     """A deployment's adapters by name.
 
@@ -53,13 +53,13 @@ def open_adapters(
     limits = lora_limits(deployment)
     if limits is None:
         return {}
-    sizes = whole_sizes(settings, stages, limits)
+    sizes = whole_sizes(checkpoint.settings, stages, limits)
     if not sizes:
         raise ConfigError(
-            f"deployment.lora: {settings.family} has no product that adapters may add to"
+            f"deployment.lora: {checkpoint.settings.family} has no product that adapters may add to"
         )
     adapters = {}
     for name, folder in deployment.lora.adapters.items():
-        adapters[name] = open_adapter(Path(folder).expanduser())
+        adapters[name] = open_adapter(Path(folder).expanduser(), checkpoint.family.canonical)
         check_adapter(adapters[name], limits, sizes)
     return adapters

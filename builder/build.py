@@ -18,7 +18,7 @@ from max.pipelines.lib.pipeline_runtime_config import PipelineRuntimeConfig
 from transformers import PretrainedConfig
 
 from builder.resolve import Plan
-from models.config import DecoderConfig
+from models.config import DecoderConfig, VisionConfig
 from models.decoder import CausalDecoder
 from models.registration_graph_api import (
     GraphApiDecoderPipelineModel,
@@ -26,6 +26,7 @@ from models.registration_graph_api import (
     stages_kv_params,
 )
 from models.settings import ModelSettings
+from models.vision import VisionEncoder
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,9 @@ def build(plan: Plan) -> Registration:
     )
     return Registration(
         plan=plan,
-        model_cls=graph_api_pipeline_model(CausalDecoder, _planned(stages)),
+        model_cls=graph_api_pipeline_model(
+            CausalDecoder, _planned(stages, plan.vision), vision_cls=VisionEncoder
+        ),
         pipeline_config=pipeline_config,
         devices=[CPU()] * num_devices,
         memory_plan=MemoryPlan(
@@ -102,7 +105,7 @@ def _huggingface_config(settings: ModelSettings) -> PretrainedConfig:
     return config
 
 
-def _planned(stages: tuple[DecoderConfig, ...]) -> type[Any]:
+def _planned(stages: tuple[DecoderConfig, ...], vision: VisionConfig | None) -> type[Any]:
     """The architecture configuration class of a deployment that is already resolved."""
 
     class PlannedConfig:
@@ -113,6 +116,7 @@ def _planned(stages: tuple[DecoderConfig, ...]) -> type[Any]:
 
         def __init__(self) -> None:
             self.stages = stages
+            self.vision = vision
 
         @classmethod
         def initialize(cls, *_: Any, **__: Any) -> PlannedConfig:

@@ -16,7 +16,7 @@ from builder.schema import (
 from models.checkpoints import Checkpoint
 from models.errors import ConfigError
 from models.layers.vocabulary import TOKEN_EMBEDDING
-from models.settings import ModelSettings
+from models.settings import ModelSettings, VisionSettings
 from models.weights import DeclaredWeight, expected_shapes
 
 PAGE_SIZES = (1, 8, 16, 64, 128, 256)
@@ -71,10 +71,13 @@ def stage_devices(parallel: ParallelConfig) -> int:
     return max(parallel.tensor * parallel.data, parallel.expert)
 
 
-def check_features(deployment: DeploymentConfig) -> None:
+def check_features(deployment: DeploymentConfig, settings: ModelSettings) -> None:
     """What is asked for exists."""
-    if deployment.vision:
-        raise ConfigError("deployment.vision: not supported yet; leave it unset")
+    if deployment.vision and settings.vision is None:
+        raise ConfigError(
+            f"deployment.vision: true, but {settings.family} takes text alone: it has no encoder "
+            "of images\n  what works: deployment.vision=false"
+        )
     for name in deployment.constants:
         if name != TOKEN_EMBEDDING:
             raise ConfigError(
@@ -87,13 +90,14 @@ def check_division(deployment: DeploymentConfig, settings: ModelSettings) -> Non
     """Experts, heads and columns divide over the devices that share a layer."""
     parallel = deployment.parallel
     _check_experts(parallel, settings)
-    problem = _undivided(parallel, settings, parallel.tensor)
+    vision = settings.vision if deployment.vision else None
+    problem = _undivided(parallel, settings, vision, parallel.tensor)
     if problem is None:
         return
     works = [
         degree
         for degree in range(1, settings.num_heads + 1)
-        if _undivided(parallel, settings, degree) is None
+        if _undivided(parallel, settings, vision, degree) is None
     ]
     raise ConfigError(
         f"deployment.parallel.tensor: {problem}"
@@ -119,8 +123,12 @@ def _check_experts(parallel: ParallelConfig, settings: ModelSettings) -> None:
         )
 
 
-def _undivided(parallel: ParallelConfig, settings: ModelSettings, tensor: int) -> str | None:
+def _undivided(
+    parallel: ParallelConfig, settings: ModelSettings, vision: VisionSettings | None, tensor: int
+) -> str | None:
     """What does not divide over so many devices."""
+    if vision is not None and vision.num_heads % tensor:
+        return f"the image encoder's {vision.num_heads} heads do not divide over tensor={tensor}"
     if settings.num_heads % tensor:
         return f"{settings.num_heads} heads do not divide over tensor={tensor}"
     num_kv_heads = settings.num_kv_heads
@@ -130,6 +138,8 @@ def _undivided(parallel: ParallelConfig, settings: ModelSettings, tensor: int) -
             "evenly over it"
         )
     columns = {}
+    if vision is not None:
+        columns["the image encoder's feed-forward"] = vision.intermediate_size
     if settings.conv is not None:
         columns["the short convolution"] = settings.hidden_size
     if settings.dense_layers:
@@ -270,8 +280,15 @@ def check_no_obstacle(found: Sequence[str]) -> None:
         raise ConfigError(found[0])
 
 
-def check_checkpoint(checkpoint: Checkpoint, weights: Sequence[DeclaredWeight]) -> None:
+def check_checkpoint(
+    checkpoint: Checkpoint, weights: Sequence[DeclaredWeight], unread_parts: tuple[str, ...]
+) -> None:
     """The checkpoint has every tensor that is read, in its shape, and no other.
+
+    Args:
+        checkpoint: The opened checkpoint.
+        weights: What reads it.
+        unread_parts: Beginnings of the names of what the deployment does without.
 
     Raises:
         ConfigError: If a tensor is missing, has another shape, or is read by no layer (the
@@ -289,7 +306,9 @@ def check_checkpoint(checkpoint: Checkpoint, weights: Sequence[DeclaredWeight]) 
                 f"model.source: {checkpoint.path}: {name} is {list(tensors[name].shape)}; "
                 f"the settings need {list(shape)}"
             )
-    unread = sorted(set(tensors) - set(expected))
+    unread = sorted(
+        name for name in set(tensors) - set(expected) if not name.startswith(unread_parts)
+    )
     if checkpoint.settings.tie_word_embeddings:
         # Some exporters save the tied table twice.
         unread = [name for name in unread if name != "lm_head.weight"]

@@ -28,7 +28,7 @@ from builder.interrupt import EXIT_STATUS, InterruptedJob, Interrupts  # noqa: E
 from builder.job import JobFolder  # noqa: E402
 from builder.report import console  # noqa: E402
 from builder.schema import TASKS  # noqa: E402
-from builder.steps import FailedJob, Job  # noqa: E402
+from builder.steps import FailedJob, Job, SomeRefused  # noqa: E402
 from builder.tasks import task_runner  # noqa: E402
 from models.errors import ConfigError  # noqa: E402
 
@@ -111,7 +111,8 @@ def run_job(composed: DictConfig, began: float) -> None:
                 # What could not be fetched because the download was stopped too.
                 stopped()
                 raise InterruptedJob from error
-            folder.discard()
+            if not isinstance(error, SomeRefused):
+                folder.discard()
             folder.write_status("error", str(error))
             raise
         except BaseException as error:

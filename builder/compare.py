@@ -11,9 +11,10 @@ from max.nn.transformer import ReturnLogits
 
 from builder.compile import Compiled
 from builder.interrupt import InterruptedJob
-from builder.run import Request, Runner
+from builder.run import Pixels, Request, Runner
 from builder.sampling import Logits, Sampler
 from builder.schema import SamplingConfig
+from models.settings import VisionSettings
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ def record(
     max_batch_input_tokens: int,
     forced: Sequence[Sequence[int]] | None = None,
     adapters: Sequence[str] = ("",),
+    crops: Sequence[Sequence[Pixels]] = ((),),
     should_stop: Callable[[], bool] = lambda: False,
 ) -> tuple[list[list[int]], list[Logits]]:
     """Continues all prompts at once and keeps every row of logits.
@@ -92,6 +94,7 @@ def record(
         max_batch_input_tokens: Tokens of one step of a replica.
         forced: The continuations to feed; by default the greedy ones.
         adapters: The prompts' adapters in turn; empty for none.
+        crops: The crops of the prompts' images in turn.
         should_stop: Asked before each step.
 
     Returns:
@@ -111,6 +114,7 @@ def record(
             max_new_tokens + 1,
             recorder,
             adapter=adapters[number % len(adapters)],
+            crops=crops[number % len(crops)],
             on_logits=recorder.keep if returns_more else None,
         )
         for number, (prompt, recorder) in enumerate(zip(prompts, recorders, strict=True))
@@ -163,7 +167,41 @@ def _differences(wanted: Logits, found: Logits) -> npt.NDArray[np.float64]:
     return np.where(np.isnan(diff), np.inf, diff)
 
 
-def random_prompts(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
-    """Prompts of random token ids, the same every time."""
+def random_prompts(
+    lengths: Sequence[int], vocab_size: int, vision: VisionSettings | None = None
+) -> list[list[int]]:
+    """Prompts of random token ids, the same every time, none of them an image's.
+
+    Args:
+        lengths: Their lengths.
+        vocab_size: The ids end below it.
+        vision: The encoder of a model that takes images.
+    """
     generator = np.random.default_rng(0)
-    return [generator.integers(0, vocab_size, length).tolist() for length in lengths]
+    prompts = [generator.integers(0, vocab_size, length) for length in lengths]
+    if vision is not None:
+        other = (vision.image_token_id + 1) % vocab_size
+        prompts = [np.where(ids == vision.image_token_id, other, ids) for ids in prompts]
+    return [ids.tolist() for ids in prompts]
+
+
+def random_image_prompts(
+    counts: Sequence[int], vocab_size: int, vision: VisionSettings
+) -> list[tuple[list[int], tuple[Pixels, ...]]]:
+    """Prompts of random token ids with random crops among them, the same every time.
+
+    Args:
+        counts: Each prompt's crops.
+        vocab_size: The ids end below it.
+        vision: The encoder.
+    """
+    generator = np.random.default_rng(1)
+    shape = (vision.num_channels, vision.crop_size, vision.crop_size)
+    prompts = []
+    for count in counts:
+        first, *others = random_prompts([3] + [4] * count, vocab_size, vision)
+        image = [vision.image_token_id] * vision.tokens_per_crop
+        ids = first + [token for text in others for token in (*image, *text)]
+        crops = tuple(generator.standard_normal(shape, np.float32) for _ in range(count))
+        prompts.append((ids, crops))
+    return prompts

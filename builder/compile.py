@@ -13,12 +13,10 @@ from max.engine import InferenceSession
 from max.pipelines.lib.graph_specs import GraphSpec
 
 from builder.build import Registration
+from models.graphs import RoleModules, load_specs
 from models.kernels import KERNELS
-from models.registration_graph_api import (
-    GraphApiDecoderPipelineModel,
-    decoder_specs,
-    load_specs,
-)
+from models.registration_graph_api import GraphApiDecoderPipelineModel
+from models.vision import VisionEncoder
 from models.weights import WeightLoader
 
 
@@ -94,9 +92,7 @@ def compile_together(
     loaders = []
     for number, registration in enumerate(registrations):
         loaded = WeightLoader(registration.plan.checkpoint)
-        stages = registration.plan.stages
-        decoders = [registration.model_cls.decoder_cls(stage.config) for stage in stages]
-        specs |= decoder_specs(decoders, loaded, f"{number}.")
+        specs |= role_modules(registration).specs(loaded, f"{number}.")
         loaders.append(loaded)
     module = {
         role: replace(spec, group="together", custom_extensions=() if at else (KERNELS,))
@@ -117,6 +113,15 @@ def compile_together(
         one = compile_registration(replace(registration, model_cls=model_cls), session)
         compiled.append(replace(one, cache_hit=hit))
     return compiled
+
+
+def role_modules(registration: Registration) -> RoleModules:
+    """The modules that a registration's graphs are traced from."""
+    plan, model_cls = registration.plan, registration.model_cls
+    return RoleModules(
+        tuple(model_cls.decoder_cls(stage.config) for stage in plan.stages),
+        None if plan.vision is None else VisionEncoder(plan.vision),
+    )
 
 
 def _cached_graphs() -> set[Path]:

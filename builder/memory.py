@@ -58,7 +58,7 @@ class DeviceShare:
     """Its rows of the embedding table or output projection; empty where it has neither."""
 
     weights: int
-    """Weights and tables, as they are computed with."""
+    """The decoder's weights and tables, as they are computed with."""
 
     constants: int
     """Weights taken as inputs."""
@@ -84,10 +84,13 @@ class DeviceShare:
     lora: int
     """The stacks of adapters."""
 
+    vision: int
+    """The weights of the image encoder."""
+
     @property
     def total(self) -> int:
         """The sum of the bytes."""
-        return self.weights + self.constants + self.kv_pages + self.workspace
+        return self.weights + self.vision + self.constants + self.kv_pages + self.workspace
 
     @property
     def workspace(self) -> int:
@@ -122,14 +125,17 @@ def device_shares(
         tuple[DecoderConfig, Contract, Iterable[DeclaredWeight], Iterable[DeclaredWeight]]
     ],
     num_pages: int,
+    encoder: Iterable[DeclaredWeight] = (),
 ) -> tuple[DeviceShare, ...]:
     """Every device's share.
 
     Args:
         stages: Each stage's configuration, contract, weights and constants.
         num_pages: KV pages per replica.
+        encoder: The weights of the image encoder, on the devices of the first stage.
     """
     shares: list[DeviceShare] = []
+    encoding = _bytes_by_holder(encoder)
     counted = False
     for config, contract, weights, constants in stages:
         placement, settings = config.placement, config.settings
@@ -169,6 +175,7 @@ def device_shares(
                     scratch=_buffer_bytes(contract.inputs.scratch, holder),
                     state=_buffer_bytes(contract.inputs.state, holder),
                     lora=_lora_bytes(config, holder),
+                    vision=encoding[holder] if placement.is_first else 0,
                 )
             )
     return tuple(shares)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from builder.images import ImagePreparer, ImageText, Pixels, PreparedImage, check_image_tokens
+from builder.resolve import Plan
 from builder.tokenizer import TextTokenizer
 from models.errors import ConfigError
 
@@ -24,6 +27,23 @@ class Prompt:
 
     adapter: str = ""
     """The adapter it asks for; empty for none."""
+
+    images: tuple[str, ...] = ()
+    """The files of its images."""
+
+    crops: tuple[Pixels, ...] = ()
+    """What the image encoder sees of them."""
+
+
+@dataclass(frozen=True)
+class RefusedPrompt:
+    """One prompt that can't be computed."""
+
+    given: Any
+    """As the user gave it."""
+
+    error: ConfigError
+    """Why."""
 
 
 def gather(key: str, given: Sequence[Any], file: str | None) -> list[tuple[str, Any]]:
@@ -73,75 +93,138 @@ def _parse_line(line: str) -> Any:
     return line
 
 
-def _parse_entry(name: str, entry: Any, adapters: Collection[str]) -> tuple[Any, str]:
-    """An entry's text or ids, and the adapter it asks for."""
-    if not isinstance(entry, dict):
-        return entry, ""
-    unknown = sorted(set(entry) - {"prompt", "adapter"})
-    if unknown or "prompt" not in entry:
-        problem = f"unknown key {unknown[0]!r}" if unknown else "no prompt"
-        raise ConfigError(f"{name}: {problem}\n  what works: {{prompt: ..., adapter: ...}}")
-    adapter = entry.get("adapter") or ""
-    if adapter and adapter not in adapters:
-        served = ", ".join(adapters) or "none; name some in deployment.lora.adapters"
-        raise ConfigError(f"{name}: adapter {adapter!r} is not served\n  served: {served}")
-    return entry["prompt"], adapter
+_ENTRY = "{prompt: ..., adapter: NAME, images: [FILE, ...]}"
 
 
-def tokenize(
-    entries: Sequence[tuple[str, Any]],
-    *,
-    tokenizer: TextTokenizer | None,
-    encode: Callable[[str], list[int]],
-    vocab_size: int,
-    max_length: int,
-    room: int,
-    adapters: Collection[str] = (),
-) -> list[Prompt]:
-    """Turns entries into token ids.
+class PromptReader:
+    """Makes prompts of a plan's model of what a user gives.
 
     Args:
-        entries: Each entry's name in messages, and the entry.
+        plan: The plan.
         tokenizer: The checkpoint's tokenizer; ``None`` where it has none.
-        encode: Makes a text's ids.
-        vocab_size: The ids end below it.
-        max_length: The longest sequence served.
-        room: Tokens that have to fit behind an entry.
-        adapters: The adapters that an entry may ask for.
-
-    Raises:
-        ConfigError: If an entry is empty, too long, of a wrong type, or text without a tokenizer.
+        room: Tokens that have to fit behind a prompt.
+        chat: Whether texts are put into the chat template.
     """
-    prompts = []
-    for name, given in entries:
-        entry, adapter = _parse_entry(name, given, adapters)
+
+    def __init__(
+        self, plan: Plan, tokenizer: TextTokenizer | None, *, room: int, chat: bool = False
+    ) -> None:
+        self._plan = plan
+        self._tokenizer = tokenizer
+        self._room = room
+        self._chat = chat
+
+    def read_all(self, entries: Sequence[tuple[str, Any]]) -> list[Prompt]:
+        """Makes prompts of entries.
+
+        Args:
+            entries: Each entry's name in messages, and the entry.
+
+        Raises:
+            ConfigError: If one can't be computed: it is empty, too long, of a wrong type, text
+                without a tokenizer, or asks for what is not served.
+        """
+        return [self.read(name, given) for name, given in entries]
+
+    def read_each(self, entries: Sequence[tuple[str, Any]]) -> list[Prompt | RefusedPrompt]:
+        """The same, with an error in the place of each that can't be computed."""
+        found: list[Prompt | RefusedPrompt] = []
+        for name, given in entries:
+            try:
+                found.append(self.read(name, given))
+            except ConfigError as error:
+                found.append(RefusedPrompt(_said(given), error))
+        return found
+
+    def read(self, name: str, given: Any) -> Prompt:
+        """Makes a prompt of one entry."""
+        entry, adapter, files = self._parse(name, given)
+        images = [self._images(name).prepare_file(name, file) for file in files]
         if isinstance(entry, str):
-            if not entry.strip():
-                raise ConfigError(f"{name}: empty")
-            if tokenizer is None:
-                raise ConfigError(
-                    f"{name}: text, but the checkpoint has no tokenizer\n"
-                    "  what works: a list of token ids, or model.tokenizer=FOLDER"
-                )
-            ids = encode(entry)
+            ids = self._encode(name, entry, images)
         elif isinstance(entry, list) and all(type(token) is int for token in entry):
             ids = entry
         else:
             raise ConfigError(f"{name}: {entry!r} is neither text nor a list of token ids")
         if not ids:
             raise ConfigError(f"{name}: empty")
+        self._check_ids(name, ids, is_text=isinstance(entry, str))
+        if self._plan.vision is not None:
+            check_image_tokens(name, ids, images, self._plan.vision.settings)
+        crops = tuple(crop for image in images for crop in image.crops)
+        return Prompt(entry, ids, adapter, tuple(files), crops)
+
+    def _parse(self, name: str, entry: Any) -> tuple[Any, str, list[str]]:
+        """An entry's text or ids, and the adapter and images it asks for."""
+        if not isinstance(entry, dict):
+            return entry, "", []
+        unknown = sorted(set(entry) - {"prompt", "adapter", "images"})
+        if unknown or "prompt" not in entry:
+            problem = f"unknown key {unknown[0]!r}" if unknown else "no prompt"
+            raise ConfigError(f"{name}: {problem}\n  what works: {_ENTRY}")
+        adapter, adapters = entry.get("adapter") or "", self._plan.adapters
+        if adapter and adapter not in adapters:
+            served = ", ".join(adapters) or "none; name some in deployment.lora.adapters"
+            raise ConfigError(f"{name}: adapter {adapter!r} is not served\n  served: {served}")
+        files = entry.get("images") or []
+        if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+            raise ConfigError(f"{name}: images: {files!r} is no list of files")
+        return entry["prompt"], adapter, files
+
+    def _images(self, name: str) -> ImagePreparer:
+        settings = self._plan.settings
+        if settings.vision is None:
+            raise ConfigError(f"{name}: images, but {settings.family} takes text alone")
+        if self._plan.vision is None:
+            raise ConfigError(
+                f"{name}: images, but deployment.vision is false\n"
+                "  what works: deployment.vision=true"
+            )
+        return self._preparer
+
+    @cached_property
+    def _preparer(self) -> ImagePreparer:
+        return ImagePreparer(self._plan)
+
+    def _encode(self, name: str, text: str, images: Sequence[PreparedImage]) -> list[int]:
+        if not text.strip() and not images:
+            raise ConfigError(f"{name}: empty")
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            raise ConfigError(
+                f"{name}: text, but the checkpoint has no tokenizer\n"
+                "  what works: a list of token ids, or model.tokenizer=FOLDER"
+            )
+        takes_images = self._plan.settings.vision is not None
+        if self._plan.vision is None:
+            if self._chat:
+                return tokenizer.encode_rendered(tokenizer.render_chat(text, parts=takes_images))
+            return tokenizer.encode(text)
+        placed = ImageText(tokenizer, self._plan.vision.settings)
+        before = 0 if placed.check(name, text, len(images)) else len(images)
+        if self._chat:
+            rendered = tokenizer.render_chat(text, before, parts=takes_images)
+            return tokenizer.encode_rendered(placed.expand(rendered, images))
+        return tokenizer.encode(placed.expand(placed.marker * before + text, images))
+
+    def _check_ids(self, name: str, ids: Sequence[int], is_text: bool) -> None:
+        vocab_size, longest = self._plan.settings.vocab_size, self._plan.max_length
         wrong = [token for token in ids if not 0 <= token < vocab_size]
         if wrong:
-            hint = "" if ids is entry else "\n  model.tokenizer belongs to another model"
+            hint = "\n  model.tokenizer belongs to another model" if is_text else ""
             raise ConfigError(
                 f"{name}: token id {wrong[0]} is not in the vocabulary, 0 to {vocab_size - 1}{hint}"
             )
-        if len(ids) + room > max_length:
+        room = self._room
+        if len(ids) + room > longest:
             raise ConfigError(
                 f"{name}: {len(ids)} tokens{f' + {room} to generate' if room else ''} exceed "
-                f"max_length {max_length}\n"
-                f"  what works: at most {max_length - room} tokens, or a larger "
+                f"max_length {longest}\n"
+                f"  what works: at most {longest - room} tokens, or a larger "
                 "deployment.max_length"
             )
-        prompts.append(Prompt(entry, ids, adapter))
-    return prompts
+
+
+def _said(given: Any) -> Any:
+    """What a user gave as a prompt, without what stands beside it."""
+    return given.get("prompt") if isinstance(given, dict) else given

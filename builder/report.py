@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from builder.resolve import Plan, Stage
-from models.contract import FieldDecision, Leaf
+from models.contract import FieldDecision, Leaf, named_leaves
+from models.vision import image_inputs
 
 
 def console() -> Console:
@@ -27,7 +28,8 @@ def contract_json(plan: Plan) -> dict[str, Any]:
     """The contract: sixteen fields in canonical order, with their leaves.
 
     Where there are several stages, ``fields`` is what any of them takes, each leaf with its stage,
-    and ``stages`` has each stage's own sixteen.
+    and ``stages`` has each stage's own sixteen. ``vision`` has the inputs of the graph that encodes
+    images, where there is one.
     """
     stages = [
         {
@@ -39,7 +41,11 @@ def contract_json(plan: Plan) -> dict[str, Any]:
     ]
     by_field = zip(*(stage.contract.fields for stage in plan.stages), strict=True)
     fields = [_field_json(plan, list(enumerate(decisions))) for decisions in by_field]
-    return {"fields": fields, "stages": stages}
+    contract: dict[str, Any] = {"fields": fields, "stages": stages}
+    if plan.vision is not None:
+        leaves = named_leaves("", image_inputs(plan.vision))
+        contract["vision"] = {"inputs": [_leaf_json(plan, leaf) for leaf in leaves]}
+    return contract
 
 
 def _field_json(plan: Plan, decisions: Sequence[tuple[int, FieldDecision]]) -> dict[str, Any]:
@@ -53,18 +59,21 @@ def _field_json(plan: Plan, decisions: Sequence[tuple[int, FieldDecision]]) -> d
         "because": "; ".join(dict.fromkeys(reasons)),
         "keys": list(decision.keys),
         "leaves": [
-            {
-                "path": leaf.path,
-                "dtype": leaf.type.dtype.name,
-                "shape": _shape(leaf),
-                "device": device_name(leaf),
-                "kind": leaf.kind,
-                "stage": stage,
-                "max_bytes": max_bytes(plan, leaf),
-            }
+            {**_leaf_json(plan, leaf), "stage": stage}
             for stage, taken in decisions
             for leaf in taken.leaves
         ],
+    }
+
+
+def _leaf_json(plan: Plan, leaf: Leaf) -> dict[str, Any]:
+    return {
+        "path": leaf.path,
+        "dtype": leaf.type.dtype.name,
+        "shape": _shape(leaf),
+        "device": device_name(leaf),
+        "kind": leaf.kind,
+        "max_bytes": max_bytes(plan, leaf),
     }
 
 
@@ -137,6 +146,12 @@ def print_plan(plan: Plan, out: Console) -> None:
     """Prints each stage's contract, one row per field, then placement and memory."""
     for stage in plan.stages:
         _print_contract(plan, stage, out)
+    if plan.vision is not None:
+        out.print("the graph that encodes images", style="bold")
+        inputs = _table("vision:", "", "dtype", "shape", "device", "at most")
+        for leaf in named_leaves("", image_inputs(plan.vision)):
+            inputs.add_row(f"  {leaf.path}", "", *_leaf_cells(plan, leaf))
+        out.print(inputs)
     print_placement(plan, out)
 
 
@@ -257,8 +272,20 @@ def print_placement(plan: Plan, out: Console) -> None:
 def _placement_columns(plan: Plan) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
     """The headings of numbers, ranges and bytes, and what of a share they show."""
     experts = plan.settings.experts is not None
-    constants = any(share.constants for share in plan.devices)
-    workspace = any(share.workspace > share.signals for share in plan.devices)
+    parts = {
+        "image encoder": "vision",
+        "constants": "constants",
+        "KV pages": "kv_pages",
+        "LoRA": "lora",
+        "state": "state",
+        "exchange": "exchange",
+        "scratch": "scratch",
+    }
+    held = {
+        heading: name
+        for heading, name in parts.items()
+        if name == "kv_pages" or any(getattr(share, name) for share in plan.devices)
+    }
     numbers = {name: name for name in ("device", "stage", "replica", "rank")}
     ranges = {
         "layers": "layers",
@@ -268,13 +295,7 @@ def _placement_columns(plan: Plan) -> tuple[dict[str, str], dict[str, str], dict
         **({"experts": "experts", "their columns": "expert_columns"} if experts else {}),
         "vocabulary": "vocabulary",
     }
-    sizes = {
-        "weights": "weights",
-        **({"constants": "constants"} if constants else {}),
-        "KV pages": "kv_pages",
-        **({"workspace": "workspace"} if workspace else {}),
-        "total": "total",
-    }
+    sizes = {"weights": "weights", **held, "total": "total"}
     return numbers, ranges, sizes
 
 

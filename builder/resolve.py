@@ -25,7 +25,7 @@ from builder.memory import (
 from builder.schema import DeploymentConfig, Encoding, Logits, ModelConfig
 from models.checkpoints import Checkpoint
 from models.collectives import signal_bytes
-from models.config import Declarations, DecoderConfig
+from models.config import Declarations, DecoderConfig, VisionConfig
 from models.contract import Contract
 from models.decoder import (
     CausalDecoder,
@@ -41,6 +41,7 @@ from models.lora import Adapter, lora_types
 from models.placement import Placement, even_counts, split_layers
 from models.settings import ModelSettings
 from models.state import state_types
+from models.vision import VISION_PARTS, VisionEncoder
 from models.weights import declared_weights, expected_shapes
 
 DTYPES = {Encoding.float32: DType.float32, Encoding.bfloat16: DType.bfloat16}
@@ -85,6 +86,9 @@ class Plan:
 
     devices: tuple[DeviceShare, ...]
     """What each device holds."""
+
+    vision: VisionConfig | None
+    """The encoder of images; ``None`` where the deployment takes text alone."""
 
     weights: WeightItems
     """Where the bytes of all devices' weights come from."""
@@ -134,7 +138,7 @@ def resolve(
     settings = checkpoint.settings
     logits = ReturnLogits((deployment.return_logits or needed_logits).value)
     checks.check_devices(deployment)
-    checks.check_features(deployment)
+    checks.check_features(deployment, settings)
     checks.check_division(deployment, settings)
     checks.check_batch(deployment)
     max_length = _max_length(deployment, settings)
@@ -149,17 +153,22 @@ def resolve(
         stages.append(Stage(config=config, contract=decoder.contract))
         weights.append(declared_weights(decoder))
         constants.append([w for shards in constant_weights(config).values() for w in shards])
-    every = [w for named in weights for w in named.values()]
+    vision = _vision_config(deployment, settings, stages[0].config)
+    encoder = [] if vision is None else list(declared_weights(VisionEncoder(vision)).values())
+    every = [*(w for named in weights for w in named.values()), *encoder]
     # Stages share a constant's buffers: the ones of the first that takes it.
     shared = next((shards for shards in constants if shards), [])
     if checkpoint.has_weights:
-        checks.check_checkpoint(checkpoint, [*every, *shared])
+        # Without images their encoder is not built.
+        unread = VISION_PARTS if settings.vision and vision is None else ()
+        checks.check_checkpoint(checkpoint, [*every, *shared], unread)
     devices = device_shares(
         [
             (stage.config, stage.contract, named.values(), held)
             for stage, named, held in zip(stages, weights, constants, strict=True)
         ],
         num_pages,
+        encoder,
     )
     items = weight_items([*every, *shared], expected_shapes([*every, *shared]))
     return Plan(
@@ -170,9 +179,12 @@ def resolve(
         max_length=max_length,
         num_pages=num_pages,
         devices=devices,
+        vision=vision,
         weights=items,
-        adapters=open_adapters(deployment, settings, [stage.config.placement for stage in stages]),
-        limits=_limits(deployment, num_pages, max_length),
+        adapters=open_adapters(
+            deployment, checkpoint, [stage.config.placement for stage in stages]
+        ),
+        limits=_limits(deployment, settings, num_pages, max_length),
         obstacles=checks.obstacles(model, deployment, checkpoint, [(items, devices)]),
     )
 
@@ -230,6 +242,7 @@ def _decoder_config(
     return replace(
         config,
         declarations=Declarations(
+            vision=deployment.vision and placement.is_first,
             signal_bytes=signal_bytes(placement),
             token_positions=settings.rope is None and placement.is_first,
             takes_batch_context_lengths=settings.latent is not None,
@@ -244,6 +257,23 @@ def _decoder_config(
             or None,
             stage_boundary=None if placement.is_first else boundary_types(config),
         ),
+    )
+
+
+def _vision_config(
+    deployment: DeploymentConfig, settings: ModelSettings, first: DecoderConfig
+) -> VisionConfig | None:
+    """The encoder's configuration, on the devices of the first stage."""
+    if not deployment.vision:
+        return None
+    assert settings.vision is not None, "images for a model of text alone are refused"
+    placement = replace(first.placement, layers=range(settings.vision.num_layers))
+    return VisionConfig(
+        settings=settings.vision,
+        hidden_size=settings.hidden_size,
+        placement=placement,
+        dtype=first.dtype,
+        signal_bytes=signal_bytes(placement),
     )
 
 
@@ -278,12 +308,15 @@ def _pages_per_sequence(deployment: DeploymentConfig, max_length: int) -> int:
     return -(-max_length // deployment.kv.page_size)
 
 
-def _limits(deployment: DeploymentConfig, num_pages: int, max_length: int) -> dict[str, int]:
+def _limits(
+    deployment: DeploymentConfig, settings: ModelSettings, num_pages: int, max_length: int
+) -> dict[str, int]:
     batch, replicas = deployment.batch, deployment.parallel.data
     limits = {
         "total_seq_len": replicas * batch.max_batch_input_tokens,
         "input_row_offsets_len": replicas * batch.max_batch_size + 1,
         "total_num_pages": num_pages + 1,
+        "num_image_tokens": batch.max_batch_input_tokens,
         "lora_groups": replicas * batch.max_batch_size,
         "lora_grouped_offsets_len": replicas * batch.max_batch_size + 1,
     }
@@ -291,4 +324,8 @@ def _limits(deployment: DeploymentConfig, num_pages: int, max_length: int) -> di
         limits[f"replica_{replica}_batch_size"] = batch.max_batch_size
         limits[f"replica_{replica}_max_num_pages"] = _pages_per_sequence(deployment, max_length)
         limits[f"replica_{replica}_seq_len"] = batch.max_batch_input_tokens
+        if settings.vision is not None:
+            # A step's tokens reach whole crops, and parts of two of each sequence.
+            whole = batch.max_batch_input_tokens // settings.vision.tokens_per_crop
+            limits[f"replica_{replica}_num_crops"] = whole + 2 * batch.max_batch_size
     return limits

@@ -12,15 +12,19 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from max.driver import Buffer
-from max.pipelines.context import TextContext, TokenBuffer
+from max.pipelines.context import ImageMetadata, TextAndVisionContext, TextContext, TokenBuffer
 from max.pipelines.kv_cache import PagedKVCacheManager
 from max.pipelines.lib.interfaces.pipeline_model import ModelOutputs
 
 from builder.compile import Compiled
 from builder.sampling import Logits, Sampler
+
+Pixels = npt.NDArray[np.float32]
 
 
 @dataclass(eq=False)
@@ -41,6 +45,10 @@ class Request:
 
     adapter: str = ""
     """The name of its adapter; empty for none."""
+
+    crops: Sequence[Pixels] = ()
+    """The crops of its images, float32 ``[channels, side, side]``, in the prompt's order; the
+    prompt has the tokens that each becomes."""
 
     on_logits: Callable[[Logits], None] | None = None
     """Receives float32 ``[rows, vocabulary]`` of each step's own tokens, from a graph that
@@ -148,7 +156,7 @@ class Runner:
 
     def _release(self, context: TextContext) -> None:
         self._kv.release(context)
-        self.model.state.release(context.request_id)
+        self.model.release_request(context.request_id)
 
     def _pages(self, request: Request) -> int:
         return -(-(len(request.prompt_ids) + request.max_new_tokens) // self._page_size)
@@ -173,13 +181,30 @@ class Runner:
             # Of equal replicas, the one with the fewest sequences.
             chosen = max(able, key=lambda index: (free[index], -len(replicas[index])))
             free[chosen] -= self._pages(request)
-            context = TextContext(
-                model_name=request.adapter,
-                max_length=self.plan.max_length,
-                tokens=TokenBuffer(np.array(request.prompt_ids, np.int64)),
-            )
+            context = self._context(request)
             self._kv.claim(context, chosen)
             replicas[chosen].append((waiting.popleft(), context))
+
+    def _context(self, request: Request) -> TextContext:
+        ids = np.array(request.prompt_ids, np.int64)
+        facts: dict[str, Any] = {
+            "model_name": request.adapter,
+            "max_length": self.plan.max_length,
+            "tokens": TokenBuffer(ids),
+        }
+        if not request.crops:
+            return TextContext(**facts)
+        vision = self.plan.settings.vision
+        assert vision is not None
+        places = np.flatnonzero(ids == vision.image_token_id).reshape(len(request.crops), -1)
+        return TextAndVisionContext(
+            **facts,
+            vision_token_ids=[vision.image_token_id],
+            images=[
+                ImageMetadata(start_idx=int(own[0]), end_idx=int(own[-1]) + 1, pixel_values=pixels)
+                for own, pixels in zip(places, request.crops, strict=True)
+            ],
+        )
 
     def _step(
         self,

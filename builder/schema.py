@@ -210,8 +210,8 @@ class GenerateTask:
     """Prompts to text."""
 
     prompts: list[Any] | None = None
-    """Texts, lists of token ids, or {prompt: ..., adapter: NAME}; a question of ours where
-    prompts_file is not given either."""
+    """Texts, lists of token ids, or {prompt: ..., adapter: NAME, images: [FILE, ...]}; a question
+    of ours where prompts_file is not given either."""
 
     prompts_file: str | None = None
     """A file with one prompt per line: text, or as JSON a list of token ids or an object."""
@@ -250,7 +250,8 @@ class VerifyTask:
     """The deployment against the plain one: same weights, same tokens, logits compared."""
 
     prompts: list[Any] = field(default_factory=list)
-    """Texts, or lists of token ids; by default random ids of different lengths."""
+    """As for generate; by default random ids of different lengths, with random images among some
+    where images are served."""
 
     max_new_tokens: int = 8
     """Decode steps that are compared."""

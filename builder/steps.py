@@ -19,6 +19,7 @@ from builder.resolve import Plan, resolve
 from builder.schema import Config, Logits
 from builder.sources import fetch
 from models.checkpoints import open_checkpoint
+from models.errors import ConfigError
 
 if TYPE_CHECKING:
     # Importing what compiles costs two seconds that planning does without.
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 
 class FailedJob(Exception):  # noqa: N818 - the job failed, not the program
     """The task ran to its end, and its answer is no."""
+
+
+class SomeRefused(ConfigError):  # noqa: N818 - the prompts were refused, not the program
+    """Some prompts can't be computed; the others were, and their results are kept."""
 
 
 @dataclass

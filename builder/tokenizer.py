@@ -78,13 +78,25 @@ class TextTokenizer:
         """A raw text's ids, with the special tokens that the checkpoint adds."""
         return [*self.prefix_ids, *self.backend.encode(text).ids]
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """A chat's ids, up to where the assistant answers.
+    def encode_rendered(self, text: str) -> list[int]:
+        """The ids of a text that has its special tokens already."""
+        return list(self.backend.encode(text, add_special_tokens=False).ids)
+
+    def render_chat(self, text: str, num_images: int = 0, *, parts: bool = False) -> str:
+        """A chat as the checkpoint's template writes it, up to where the assistant answers.
+
+        Args:
+            text: What the user says.
+            num_images: Images before it.
+            parts: Whether the template takes a message in parts, as those for images do.
 
         Raises:
-            ConfigError: If the template refuses the messages.
+            ConfigError: If the template refuses the message.
         """
         assert self.chat_template is not None
+        content: Any = text
+        if parts:
+            content = [*[{"type": "image"}] * num_images, {"type": "text", "text": text}]
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
         )
@@ -94,8 +106,8 @@ class TextTokenizer:
             value, ensure_ascii=False, **options
         )
         try:
-            text = environment.from_string(self.chat_template).render(
-                messages=messages,
+            rendered = environment.from_string(self.chat_template).render(
+                messages=[{"role": "user", "content": content}],
                 tools=None,
                 documents=None,
                 add_generation_prompt=True,
@@ -103,7 +115,7 @@ class TextTokenizer:
             )
         except Exception as error:
             raise ConfigError(f"task.chat: the chat template fails: {error}") from error
-        return list(self.backend.encode(text, add_special_tokens=False).ids)
+        return rendered
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, without special tokens."""
@@ -191,6 +203,8 @@ def _from_folder(folder: Path, checkpoint: Checkpoint) -> TextTokenizer | None:
         # Several templates by name; the one for plain chats is "default".
         named = [entry for entry in template if isinstance(entry, dict)]
         template = next((e.get("template") for e in named if e.get("name") == "default"), None)
+    if (folder / "chat_template.json").is_file():
+        template = read_json_object(folder / "chat_template.json").get("chat_template", template)
     if (folder / "chat_template.jinja").is_file():
         template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     variables = {

@@ -22,9 +22,10 @@ from max.pipelines.lib.interfaces.batch_processor import (
 )
 from max.pipelines.lib.interfaces.pipeline_model import ModelInputs, ModelOutputs
 
-from models.config import DecoderConfig
+from models.config import DecoderConfig, VisionConfig
 from models.contract import resolve_contract
 from models.exchange import ExpertParallelExchange
+from models.images import ImageStore, StepImages
 from models.lora import AdapterStore, routing_of
 from models.role_contracts import DecoderInputs, DecoderOutputs
 from models.state import DeviceState, RequestStateStore, StateRow
@@ -34,10 +35,11 @@ class DecoderArchConfig(Protocol):
     """The architecture configuration that a registration brings (MAX's ``ArchConfigWithKVCache``).
 
     Its ``stages`` are the finalized configurations that the decoders are constructed from: one,
-    or one per pipeline stage.
+    or one per pipeline stage. ``vision`` is the image encoder's, where there is one.
     """
 
     stages: tuple[DecoderConfig, ...]
+    vision: VisionConfig | None
 
     def get_kv_params(self) -> KVCacheParamInterface:
         """The KV cache parameters."""
@@ -78,6 +80,9 @@ class GraphApiDecoderModelInputs(ModelInputs):
     stages: tuple[DecoderInputs[Buffer, Buffer], ...]
     """Each stage's contract as driver buffers; boundaries are filled in as stages return them."""
 
+    images: StepImages | None = None
+    """What of images the step takes; the first stage's ``vision`` is filled in from it."""
+
     @property
     def buffers(self) -> tuple[Buffer, ...]:
         """The first graph's inputs in order."""
@@ -111,6 +116,7 @@ class GraphApiDecoderBatchProcessor(
         self._ep: ExpertParallelExchange | None = None
         self._state: RequestStateStore | None = None
         self._adapters: AdapterStore | None = None
+        self._images: ImageStore | None = None
         self._lasting: tuple[dict[str, Any], ...] = ({},) * len(config.stages)
 
     def bind_lasting_inputs(self, per_stage: Sequence[dict[str, Any]]) -> None:
@@ -124,6 +130,10 @@ class GraphApiDecoderBatchProcessor(
     def bind_adapters(self, adapters: AdapterStore) -> None:
         """Receives the adapters that are served."""
         self._adapters = adapters
+
+    def bind_images(self, images: ImageStore) -> None:
+        """Receives the store of images' embeddings."""
+        self._images = images
 
     def bind_state(self, state: RequestStateStore) -> None:
         """Receives the store of what is kept per request."""
@@ -198,7 +208,11 @@ class GraphApiDecoderBatchProcessor(
             )
             for stage, (config, lasting) in enumerate(zip(self._stages, self._lasting, strict=True))
         )
-        return GraphApiDecoderModelInputs(kv_cache_inputs=kv_cache_inputs, stages=stages)
+        return GraphApiDecoderModelInputs(
+            kv_cache_inputs=kv_cache_inputs,
+            stages=stages,
+            images=None if self._images is None else self._images.step(replica_batches),
+        )
 
     def _state_inputs(
         self, stage: int, config: DecoderConfig, replica_batches: Sequence[Sequence[TextContext]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from max.dtype import DType
 from max.nn.kv_cache import KVCacheParams
@@ -11,7 +11,41 @@ from max.nn.transformer import ReturnHiddenStates, ReturnLogits
 
 from models.lora import AdapterSlot, LoraLimits, adapter_slots
 from models.placement import Placement
-from models.settings import ModelSettings
+from models.settings import ModelSettings, VisionSettings
+
+
+class Placed(Protocol):
+    """What every layer is constructed from."""
+
+    @property
+    def placement(self) -> Placement:
+        """The stage's devices, and what each holds."""
+        ...
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype of weights and activations."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """Everything the graph of a VISION module depends on."""
+
+    settings: VisionSettings
+    """The encoder."""
+
+    hidden_size: int
+    """Width of the decoder's residual stream."""
+
+    placement: Placement
+    """The devices of the first stage; the layers are the encoder's."""
+
+    dtype: DType
+    """The dtype of weights and activations."""
+
+    signal_bytes: int | None = None
+    """The size of one signal buffer; ``None`` where no device exchanges with another."""
 
 
 @dataclass(frozen=True, kw_only=True)

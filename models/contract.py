@@ -83,10 +83,10 @@ def resolve_contract(config: DecoderConfig) -> Contract:
     for name in FIELD_NAMES:
         value, because, keys = _RULES[name](config)
         values[name] = value
-        leaves = () if value is None else _named_leaves(name, value)
+        leaves = () if value is None else named_leaves(name, value)
         decisions.append(FieldDecision(name, value is not None, because, keys, leaves))
     inputs: DecoderInputs[TensorType, BufferType] = DecoderInputs(**values)
-    assert [leaf.type for leaf in _named_leaves("", inputs)] == [
+    assert [leaf.type for leaf in named_leaves("", inputs)] == [
         leaf.type for decision in decisions for leaf in decision.leaves
     ], "the fields' leaves, in order, are the graph's inputs"
     return Contract(inputs, tuple(decisions))
@@ -96,7 +96,13 @@ def _is_type(value: Any) -> bool:
     return isinstance(value, TensorType | BufferType)
 
 
-def _named_leaves(prefix: str, value: Any) -> tuple[Leaf, ...]:
+def named_leaves(prefix: str, value: Any) -> tuple[Leaf, ...]:
+    """The leaves of a tree of types, in order, each with its path.
+
+    Args:
+        prefix: What each path begins with.
+        value: The tree.
+    """
     return tuple(Leaf(path, leaf) for path, leaf in _walk(prefix, value))
 
 
@@ -124,6 +130,8 @@ def _tokens(config: DecoderConfig) -> tuple[Any, str, tuple[str, ...]]:
 def _vision(config: DecoderConfig) -> tuple[Any, str, tuple[str, ...]]:
     keys = ("deployment.vision",)
     if not config.declarations.vision:
+        if not config.placement.is_first:
+            return None, "images are placed among the tokens in the first stage", keys
         return None, "no VISION module is registered", keys
     hidden = config.settings.hidden_size
     devices = config.placement.devices

@@ -17,6 +17,7 @@ from models.collectives import Collectives, collectives_for
 from models.config import DecoderConfig
 from models.exchange import Exchange, HostExchange
 from models.graph_api import GraphApiModule
+from models.kernels import place_rows
 from models.layers.attention import Attention
 from models.layers.experts import MixtureOfExperts
 from models.layers.latent_attention import LatentAttention, workspace_types
@@ -172,6 +173,9 @@ class CausalDecoder(GraphApiModule):
             exchange = HostExchange(self.config.settings.experts, placement, inputs.ep)
         if placement.is_first:
             xs = embed(self.config, self._embedding_tables(inputs), tokens, collectives)
+            if inputs.vision is not None:
+                parts = (xs, inputs.vision.embeddings, inputs.vision.scatter_indices)
+                xs = [place_rows(x, rows, at) for x, rows, at in zip(*parts, strict=True)]
             if inputs.token_positions is not None:
                 xs = self.embed_positions(xs, self._positions(inputs, tokens))
         else:

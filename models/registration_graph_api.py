@@ -7,7 +7,7 @@ compiles, initialises and executes a decoder; our own runner uses it too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -22,13 +22,7 @@ from max.nn.transformer import ReturnHiddenStates, ReturnLogits
 from max.pipelines.context import TextContext
 from max.pipelines.kv_cache.config import KVCacheConfig
 from max.pipelines.lib.config import PipelineConfig
-from max.pipelines.lib.graph_specs import (
-    CompiledArtifacts,
-    GraphRole,
-    GraphSpec,
-    compile_graphs,
-    init_graphs,
-)
+from max.pipelines.lib.graph_specs import GraphSpec
 from max.pipelines.lib.interfaces.pipeline_model import (
     ModelInputs,
     ModelOutputs,
@@ -51,10 +45,13 @@ from models.buffers import zeroed
 from models.config import DecoderConfig
 from models.exchange import ExpertParallelExchange, HostExchangeBuffers
 from models.graph_api import GraphApiModule
-from models.kernels import KERNELS
+from models.graphs import VISION_ROLE, Loaded, RoleModules, lasting_inputs, load_specs
+from models.images import ImageStore
 from models.lora import AdapterStore
+from models.role_contracts import ImageInputs
 from models.state import RequestStateStore
-from models.weights import TensorReader, WeightLoader, declared_weights
+from models.vision import VisionEncoder
+from models.weights import TensorReader, WeightLoader
 
 HIDDEN_STATES = (
     ReturnHiddenStates.NONE,
@@ -72,47 +69,6 @@ def stages_kv_params(stages: Sequence[DecoderConfig]) -> KVCacheParamInterface:
     if len(stages) == 1:
         return next(iter(params.values()))
     return MultiKVCacheParams.from_params(params)
-
-
-Loaded = tuple[CompiledArtifacts, dict[str, Model]]
-"""Compiled graphs, and their initialized models by role."""
-
-
-def load_specs(session: InferenceSession, specs: Mapping[str, GraphSpec]) -> Loaded:
-    """Compiles and initializes graphs.
-
-    Args:
-        session: The session to do it with.
-        specs: The graphs, by role.
-    """
-    artifacts = compile_graphs(session, specs)
-    return artifacts, init_graphs(session, artifacts, specs)
-
-
-def decoder_specs(
-    decoders: Sequence[GraphApiModule], loaded: WeightLoader, prefix: str = ""
-) -> dict[str, GraphSpec]:
-    """The graphs of a decoder's stages, with the checkpoint loaded into them.
-
-    Args:
-        decoders: One per stage.
-        loaded: The checkpoint's values.
-        prefix: Before each role.
-    """
-    specs: dict[str, GraphSpec] = {}
-    for decoder in decoders:
-        role = f"{prefix}{stage_role(decoder.config)}"
-        specs[role] = GraphSpec(
-            decoder,
-            role,
-            tree.leaves(decoder.inputs),
-            loaded.load(declared_weights(decoder, f"{role}.")),
-            # Stages compile together, which shares the kernels that are alike.
-            group=GraphRole.DECODER.value if len(decoders) > 1 else None,
-            # Each graph loads our kernels; a module of graphs is given them once.
-            custom_extensions=() if specs else (KERNELS,),
-        )
-    return specs
 
 
 class GraphApiDecoderPipelineModel(
@@ -145,6 +101,9 @@ class GraphApiDecoderPipelineModel(
     batch_processor_cls = GraphApiDecoderBatchProcessor
     decoder_cls: ClassVar[type[GraphApiModule]]
     """The registered DECODER class."""
+
+    vision_cls: ClassVar[type[VisionEncoder] | None] = None
+    """The registered VISION class; ``None`` where the model takes text alone."""
 
     ep_comm_initializer: ExpertParallelExchange | None = None
     """The expert-parallel exchange, under expert parallelism."""
@@ -197,6 +156,9 @@ class GraphApiDecoderPipelineModel(
                 [config.placement for config in self.stages], self.stages[0].settings, limits
             )
         )
+        self.images = None
+        if self.stages[0].declarations.vision:
+            self.images = ImageStore(self.arch_config.vision)
         if any(config.declarations.ep is not None for config in self.stages):
             self.ep_comm_initializer = HostExchangeBuffers(self.stages)
         self._models = self.load_graphs(session)
@@ -264,16 +226,28 @@ class GraphApiDecoderPipelineModel(
         # The decoder's declarations say what to read, once it is constructed.
         return {}
 
+    def role_modules(self, model_config: tuple[DecoderConfig, ...]) -> RoleModules:
+        """Constructs the modules of the graphs.
+
+        Args:
+            model_config: The finalized configuration of each stage.
+        """
+        vision = None
+        if model_config[0].declarations.vision:
+            assert self.vision_cls is not None, "a decoder that takes images has their encoder"
+            vision = self.vision_cls(self.arch_config.vision)
+        return RoleModules(tuple(self.decoder_cls(config) for config in model_config), vision)
+
     def graph_specs(self, model_config: tuple[DecoderConfig, ...]) -> dict[str, GraphSpec]:
-        """Returns the decoder graph, with the checkpoint loaded into it.
+        """Returns the decoder graph, with the checkpoint loaded into it, and the VISION graph.
 
         Args:
             model_config: The finalized configuration of each stage; one graph each.
         """
         # Kept for the model's lifetime: on the CPU the graph reads the arrays where they are.
         self._weights = WeightLoader(self._reader())
-        self._decoders = [self.decoder_cls(config) for config in model_config]
-        return decoder_specs(self._decoders, self._weights, self.graph_prefix)
+        self._modules = self.role_modules(model_config)
+        return self._modules.specs(self._weights, self.graph_prefix)
 
     def _reader(self) -> TensorReader:
         assert not isinstance(self.weights, Weights), "MAX's own weights come with registration"
@@ -299,8 +273,13 @@ class GraphApiDecoderPipelineModel(
         self.compiled_artifacts, models = self.graph_loader(session, specs)
         assert self.batch_processor is not None
         self.batch_processor.bind_lasting_inputs(
-            [_lasting_inputs(decoder, self._weights) for decoder in self._decoders]
+            [lasting_inputs(decoder, self._weights) for decoder in self._modules.decoders]
         )
+        if self.images is not None:
+            self.batch_processor.bind_images(self.images)
+            assert self._modules.vision is not None
+            signals = self._modules.vision.inputs.signals
+            self._vision_signals = None if signals is None else tuple(map(zeroed, signals))
         self.batch_processor.bind_state(self.state)
         if self.adapters is not None:
             self.batch_processor.bind_adapters(self.adapters)
@@ -317,7 +296,12 @@ class GraphApiDecoderPipelineModel(
         assert self.batch_processor is not None
         # The KV manager's copies too.
         wait_for_copies(self.devices)
-        *before, last = model_inputs.stages
+        first, *others = model_inputs.stages
+        if self.images is not None:
+            assert model_inputs.images is not None
+            vision = self.images.inputs(model_inputs.images, self._encode, self._vision_signals)
+            first = replace(first, vision=vision)
+        *before, last = first, *others
         boundary: Any = None
         for model, inputs in zip(self.models, before, strict=False):
             returned = model.execute(*tree.leaves(replace(inputs, stage_boundary=boundary)))
@@ -325,21 +309,20 @@ class GraphApiDecoderPipelineModel(
         inputs = replace(last, stage_boundary=boundary)
         return self.batch_processor.process_outputs(self.model.execute(*tree.leaves(inputs)))
 
+    def _encode(self, inputs: ImageInputs[Buffer, Buffer]) -> list[Buffer]:
+        """Runs the VISION graph."""
+        model = self._models[f"{self.graph_prefix}{VISION_ROLE}"]
+        return list(model.execute(*tree.leaves(inputs)))
 
-def _lasting_inputs(decoder: GraphApiModule, loaded: WeightLoader) -> dict[str, Any]:
-    """The buffers that a stage takes unchanged every step, by field."""
-    inputs: dict[str, Any] = {}
-    if decoder.inputs.signals is not None:
-        inputs["signals"] = tuple(zeroed(signal) for signal in decoder.inputs.signals)
-    if decoder.inputs.scratch is not None:
-        inputs["scratch"] = tuple(zeroed(scratch) for scratch in decoder.inputs.scratch)
-    constants = decoder.constant_weights()
-    if constants:
-        inputs["constants"] = {
-            name: tuple(Buffer.from_numpy(loaded.values(weight)) for weight in shards)
-            for name, shards in constants.items()
-        }
-    return inputs
+    def release_request(self, request: Hashable) -> None:
+        """Frees what is kept of a request outside its KV pages.
+
+        Args:
+            request: Its identifier.
+        """
+        self.state.release(request)
+        if self.images is not None:
+            self.images.release(request)
 
 
 def graph_api_pipeline_model(
@@ -352,7 +335,8 @@ def graph_api_pipeline_model(
     Args:
         decoder_cls: The DECODER module.
         model_config_cls: MAX's architecture configuration class; its instances carry the
-            decoders' finalized configurations as ``stages``.
+            decoders' finalized configurations as ``stages``, and the image encoder's as
+            ``vision``.
         attributes: Further class attributes of the registration.
 
     Returns:

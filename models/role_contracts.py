@@ -29,6 +29,18 @@ class VisionInputs(Generic[TensorT]):
 
 @tree.dataclass
 @dataclass(frozen=True, kw_only=True)
+class ImageInputs(Generic[TensorT, SignalT]):
+    """Everything a VISION graph takes; it returns the crops' embeddings, one value per device."""
+
+    patches: tuple[TensorT, ...]
+    """One per replica: activation dtype ``[num_crops, patches, values]``, its first device."""
+
+    signals: tuple[SignalT, ...] | None = None
+    """The collectives' signal buffers, where devices share the encoder's layers."""
+
+
+@tree.dataclass
+@dataclass(frozen=True, kw_only=True)
 class DecoderInputs(Generic[TensorT, SignalT]):
     """Everything a DECODER graph takes, in the canonical order of its role contract.
 

@@ -152,6 +152,70 @@ class LatentSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VisionSettings:
+    """An encoder of images (SigLIP, arXiv 2303.15343), and what brings them to the decoder.
+
+    The encoder sees square crops: an image, or the parts that its processor splits it into.
+    """
+
+    hidden_size: int
+    """Width of the encoder's residual stream."""
+
+    intermediate_size: int
+    """Width of its feed-forwards' inner layers."""
+
+    num_layers: int
+    """Its layers."""
+
+    num_heads: int
+    """Its heads."""
+
+    num_channels: int
+    """Colours of a pixel."""
+
+    patch_size: int
+    """Pixels of a patch's side."""
+
+    crop_size: int
+    """Pixels of a crop's side."""
+
+    table_side: int
+    """Learned positions of a crop's side; those of fewer or more patches are spread over it."""
+
+    hidden_act: str
+    """The feed-forward's activation, by its Hugging Face name."""
+
+    norm_eps: float
+    """The epsilon of its norms."""
+
+    shuffle: int
+    """The side of the squares of patches that become one token."""
+
+    image_token_id: int
+    """The token in whose place an image's embeddings are put."""
+
+    @property
+    def patches_per_side(self) -> int:
+        """Patches of a crop's side."""
+        return self.crop_size // self.patch_size
+
+    @property
+    def num_patches(self) -> int:
+        """Patches of a crop."""
+        return self.patches_per_side**2
+
+    @property
+    def patch_values(self) -> int:
+        """Values of one patch."""
+        return self.num_channels * self.patch_size**2
+
+    @property
+    def tokens_per_crop(self) -> int:
+        """Tokens that a crop becomes."""
+        return self.num_patches // self.shuffle**2
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSettings:
     """The sizes and switches of one decoder-only model."""
 
@@ -232,6 +296,9 @@ class ModelSettings:
 
     conv: ShortConvSettings | None = None
     """Short convolutions; ``None`` where every layer attends."""
+
+    vision: VisionSettings | None = None
+    """The encoder of images; ``None`` where the model takes text alone."""
 
     unread_layers: int = 0
     """Layers behind the last that checkpoints have and a decoder does not read: heads that

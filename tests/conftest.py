@@ -37,7 +37,7 @@ REFERENCE = Path(__file__).parent / "reference"
 FAMILIES = (
     *("tiny_llama", "tiny_qwen2", "tiny_qwen3", "tiny_mistral"),
     *("tiny_mixtral", "tiny_qwen3_moe", "tiny_olmoe", "tiny_deepseek_v2", "tiny_deepseek_v3"),
-    *("tiny_lfm2", "tiny_gpt2"),
+    *("tiny_lfm2", "tiny_gpt2", "tiny_idefics3"),
 )
 
 SHARED_TABLE = (
@@ -83,9 +83,22 @@ LORA_PARALLEL = (
 )
 """Deployments that serve two adapters."""
 
+VISION = ("model=tiny_idefics3", "deployment=vision")
+VISION_PARALLEL = (
+    ("model=tiny_idefics3", "deployment=vision_tp2"),
+    ("model=tiny_idefics3", "deployment=dp2", "deployment.vision=true"),
+)
+"""Deployments that take images."""
+
+
+def family_overrides(family: str) -> tuple[str, ...]:
+    """The deployment in which a family is compared with Hugging Face."""
+    return VISION if family == "tiny_idefics3" else (f"model={family}",)
+
+
 TOGETHER = (
     (
-        *((f"model={family}",) for family in FAMILIES),
+        *((f"model={family}",) for family in FAMILIES if family != "tiny_idefics3"),
         *_deployments("tiny_lfm2", "tp2", "dp2"),
         LFM2_STAGES,
         *_deployments("tiny_gpt2", "dp2"),
@@ -97,6 +110,7 @@ TOGETHER = (
         SHARED_TABLE,
     ),
     (LORA, *LORA_PARALLEL),
+    (VISION, *VISION_PARALLEL),
     _deployments("tiny_deepseek_v3", "cpu", "ep2", "ep2_tp2", "ep4_dp4"),
 )
 """Deployments that are compiled as one module, which takes a fraction of the time."""

@@ -97,7 +97,11 @@ MISTAKES = {
         "3 pages of 128 tokens hold 384; one sequence of max_length 512 needs 4",
         "deployment.kv.num_pages=4",
     ),
-    "feature of later": (["deployment.vision=true"], "deployment.vision: not supported", ""),
+    "images for a model of text": (
+        ["deployment.vision=true"],
+        "deployment.vision: true, but llama takes text alone",
+        "deployment.vision=false",
+    ),
     "encoding the host does not compute": (
         ["model.encoding=bfloat16"],
         "model.encoding: bfloat16 is not computed on the CPU",

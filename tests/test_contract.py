@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from conftest import ADAPTERS, compiled_for, plan_for
+from conftest import ADAPTERS, VISION, VISION_PARALLEL, compiled_for, plan_for
 from max import tree
 from max.dtype import DType
+from max.engine import Model
 from max.graph import BufferType, DeviceRef, TensorType
 
 from builder.compose import config_folder
 from builder.report import contract_json, max_bytes
 from models.config import Declarations
-from models.contract import resolve_contract
+from models.contract import named_leaves, resolve_contract
+from models.graph_api import RoleModule
 from models.placement import Placement
 from models.role_contracts import FIELD_NAMES, DecoderInputs
 
@@ -29,7 +32,9 @@ CANONICAL = [
 
 
 def model_for(deployment: str) -> str:
-    """A dense model, or one with experts where they are divided."""
+    """A dense model, or one with what the deployment divides or takes."""
+    if deployment.startswith("vision"):
+        return "model=tiny_idefics3"
     return "model=tiny_deepseek_v3" if deployment.startswith("ep") else "model=tiny_llama"
 
 
@@ -40,15 +45,25 @@ def test_compiled_model_takes_exactly_the_contract(deployment: str) -> None:
     compiled = compiled_for(model_for(deployment), f"deployment={deployment}", *adapters)
     stages = contract_json(compiled.registration.plan)["stages"]
     for stage, model in zip(stages, compiled.model.models, strict=True):
-        leaves = [leaf for field in stage["fields"] for leaf in field["leaves"]]
-        taken = model.input_metadata
-        # MAX names a graph's inputs by position.
-        assert [spec.name for spec in taken] == [f"input{i}" for i in range(len(leaves))]
-        for spec, device, leaf in zip(taken, model.input_devices, leaves, strict=True):
-            assert spec.dtype.name == leaf["dtype"], leaf["path"]
-            static = [dim if isinstance(dim, int) else None for dim in leaf["shape"]]
-            assert list(spec.shape) == static, leaf["path"]
-            assert f"{device.label}:{device.id}" == leaf["device"], leaf["path"]
+        assert_takes(model, [leaf for field in stage["fields"] for leaf in field["leaves"]])
+
+
+@pytest.mark.parametrize("overrides", [VISION, *VISION_PARALLEL], ids=lambda o: o[1])
+def test_compiled_encoder_takes_exactly_what_the_plan_says(overrides: tuple[str, ...]) -> None:
+    compiled = compiled_for(*overrides)
+    model = compiled.model._models[f"{compiled.model.graph_prefix}vision"]
+    assert_takes(model, contract_json(compiled.registration.plan)["vision"]["inputs"])
+
+
+def assert_takes(model: Model, leaves: list[dict[str, Any]]) -> None:
+    taken = model.input_metadata
+    # MAX names a graph's inputs by position.
+    assert [spec.name for spec in taken] == [f"input{i}" for i in range(len(leaves))]
+    for spec, device, leaf in zip(taken, model.input_devices, leaves, strict=True):
+        assert spec.dtype.name == leaf["dtype"], leaf["path"]
+        static = [dim if isinstance(dim, int) else None for dim in leaf["shape"]]
+        assert list(spec.shape) == static, leaf["path"]
+        assert f"{device.label}:{device.id}" == leaf["device"], leaf["path"]
 
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS)
@@ -67,15 +82,19 @@ def test_every_input_has_a_use_with_experts_and_latents(model: str, deployment: 
 
 def assert_every_input_is_used(*overrides: str) -> None:
     from models.decoder import CausalDecoder
+    from models.vision import VisionEncoder
     from models.weights import declared_weights
 
-    for stage in plan_for(*overrides).stages:
-        decoder = CausalDecoder(stage.config)
-        declared_weights(decoder)
-        graph = decoder.trace(*tree.leaves(decoder.inputs))
+    plan = plan_for(*overrides)
+    modules: list[RoleModule] = [CausalDecoder(stage.config) for stage in plan.stages]
+    if plan.vision is not None:
+        modules.append(VisionEncoder(plan.vision))
+    for module in modules:
+        declared_weights(module)
+        graph = module.trace(*tree.leaves(module.inputs))
         idle = [
             leaf.path
-            for leaf, value in zip(stage.contract.leaves, graph.inputs, strict=True)
+            for leaf, value in zip(named_leaves("", module.inputs), graph.inputs, strict=True)
             if value._mlir_value.num_uses == 0
         ]
         assert idle == []

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-from conftest import REFERENCE, compiled_for, expected, forced_logits, greedy_ids
+from conftest import REFERENCE, compiled_for, expected, family_overrides, forced_logits, greedy_ids
 from safetensors.numpy import save_file
 
 from models.checkpoints import SafetensorsCheckpoint
@@ -17,7 +17,7 @@ PROMPTS = range(4)
 
 def test_logits_match_hugging_face_at_prefill_and_each_decode_step(family: str) -> None:
     values = expected(family)
-    compiled = compiled_for(f"model={family}")
+    compiled = compiled_for(*family_overrides(family))
     for i in PROMPTS:
         (found,) = forced_logits(compiled, [(values[f"prompt_{i}"], values[f"forced_{i}"])])
         np.testing.assert_allclose(found, values[f"logits_{i}"], atol=1e-4, rtol=0)
@@ -26,7 +26,7 @@ def test_logits_match_hugging_face_at_prefill_and_each_decode_step(family: str) 
 def test_logits_match_hugging_face_in_one_mixed_batch(family: str) -> None:
     values = expected(family)
     sequences = [(values[f"prompt_{i}"], values[f"forced_{i}"]) for i in PROMPTS]
-    found = forced_logits(compiled_for(f"model={family}"), sequences)
+    found = forced_logits(compiled_for(*family_overrides(family)), sequences)
     for i in PROMPTS:
         np.testing.assert_allclose(found[i], values[f"logits_{i}"], atol=1e-4, rtol=0)
 
@@ -34,7 +34,7 @@ def test_logits_match_hugging_face_in_one_mixed_batch(family: str) -> None:
 def test_greedy_ids_match_hugging_face(family: str) -> None:
     values = expected(family)
     prompts = [values[f"prompt_{i}"] for i in PROMPTS]
-    found = greedy_ids(compiled_for(f"model={family}"), prompts, 16)
+    found = greedy_ids(compiled_for(*family_overrides(family)), prompts, 16)
     assert found == [values[f"greedy_{i}"].tolist() for i in PROMPTS]
 
 

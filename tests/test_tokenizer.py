@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import REFERENCE
+from conftest import REFERENCE, plan_for
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from builder.compose import compose
-from builder.prompts import gather, tokenize
+from builder.prompts import PromptReader, gather
 from builder.sources import fetch
 from builder.tokenizer import TextTokenizer, load_tokenizer, stop_ids
 from models.checkpoints import open_checkpoint
@@ -41,7 +41,7 @@ def test_streamed_text_is_the_whole_text(smollm2: TextTokenizer) -> None:
 
 def test_chat_template_adds_the_default_system_prompt(smollm2: TextTokenizer) -> None:
     question = "Explain what a KV cache is in two sentences."
-    found = smollm2.encode_chat([{"role": "user", "content": question}])
+    found = smollm2.encode_rendered(smollm2.render_chat(question))
     assert found == SMOLLM2["greedy"][1]["prompt_ids"]
     assert smollm2.stop_ids == {2}
 
@@ -76,19 +76,15 @@ def test_tokenizer_folder_of_the_users_choice(tmp_path: Path) -> None:
     assert tokenizer.encode("b a b") == [1, 0, 1]
     assert tokenizer.template_variables["bos_token"] == "<s>"
     with pytest.raises(ConfigError, match="chat template fails: no"):
-        tokenizer.encode_chat([{"role": "user", "content": "bad"}])
+        tokenizer.render_chat("bad")
     with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
         load_tokenizer(checkpoint, str(tmp_path / "elsewhere"))
 
 
-def _tokenized(tokenizer: TextTokenizer, given: object, **limits: int) -> list[int]:
-    defaults = {"vocab_size": 100, "max_length": 8, "room": 1}
-    (prompt,) = tokenize(
-        gather("task.prompts", [given], None),
-        tokenizer=tokenizer,
-        encode=tokenizer.encode,
-        **(defaults | limits),
-    )
+def _ids(tokenizer: TextTokenizer | None, given: object) -> list[int]:
+    plan = plan_for("model=tiny_llama", "deployment.max_length=8")
+    reader = PromptReader(plan, tokenizer, room=1)
+    (prompt,) = reader.read_all(gather("task.prompts", [given], None))
     return prompt.ids
 
 
@@ -98,7 +94,7 @@ def _tokenized(tokenizer: TextTokenizer, given: object, **limits: int) -> list[i
         ("", r"task\.prompts\[0\]: empty"),
         ("  ", r"task\.prompts\[0\]: empty"),
         ([], r"task\.prompts\[0\]: empty"),
-        ([3, 100], r"token id 100 is not in the vocabulary, 0 to 99"),
+        ([3, 256], r"token id 256 is not in the vocabulary, 0 to 255"),
         ([-1], r"token id -1 is not"),
         ([1.5], r"neither text nor a list of token ids"),
         (7, r"7 is neither text"),
@@ -107,23 +103,16 @@ def _tokenized(tokenizer: TextTokenizer, given: object, **limits: int) -> list[i
 )
 def test_unusable_prompts_are_refused(smollm2: TextTokenizer, given: object, wanted: str) -> None:
     with pytest.raises(ConfigError, match=wanted):
-        _tokenized(smollm2, given)
+        _ids(smollm2, given)
 
 
 def test_longest_prompt_that_fits_is_taken(smollm2: TextTokenizer) -> None:
-    assert _tokenized(smollm2, [5] * 7) == [5] * 7
+    assert _ids(smollm2, [5] * 7) == [5] * 7
 
 
-def test_text_without_a_tokenizer_is_refused(smollm2: TextTokenizer) -> None:
+def test_text_without_a_tokenizer_is_refused() -> None:
     with pytest.raises(ConfigError, match="the checkpoint has no tokenizer"):
-        tokenize(
-            [("task.prompts[0]", "text")],
-            tokenizer=None,
-            encode=smollm2.encode,
-            vocab_size=9,
-            max_length=9,
-            room=1,
-        )
+        _ids(None, "text")
 
 
 def test_prompts_file_holds_texts_and_ids(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -9,12 +10,12 @@ from rich import box
 from rich.table import Table
 
 from builder.interrupt import InterruptedJob
-from builder.prompts import Prompt, gather, tokenize
+from builder.prompts import Prompt, PromptReader, RefusedPrompt, gather
 from builder.report import contract_line, human_bytes
 from builder.resolve import Plan
 from builder.sampling import Sampler, check_sampling
 from builder.schema import GenerateTask
-from builder.steps import Job
+from builder.steps import Job, SomeRefused
 from builder.tokenizer import TextTokenizer, load_tokenizer, stop_ids
 from models.errors import ConfigError
 
@@ -31,7 +32,8 @@ def run(job: Job) -> None:
     """Continues every prompt and writes generations.jsonl and metrics.json.
 
     Raises:
-        ConfigError: If a prompt or a setting can't be used; nothing is compiled then.
+        ConfigError: If a setting can't be used, or no prompt; nothing is compiled then. If some
+            prompts can't be used the others are computed first.
         InterruptedJob: If it was asked to stop; what it had is written.
     """
     task = job.config.task
@@ -41,7 +43,14 @@ def run(job: Job) -> None:
         raise ConfigError(f"task.max_new_tokens: {task.max_new_tokens} is less than 1")
     plan = job.plan()
     tokenizer = load_tokenizer(plan.checkpoint, plan.model.tokenizer)
-    prompts = _prompts(task, plan, tokenizer)
+    given = _prompts(task, plan, tokenizer)
+    prompts = [prompt for prompt in given if isinstance(prompt, Prompt)]
+    refused = [prompt for prompt in given if isinstance(prompt, RefusedPrompt)]
+    if not prompts:
+        raise refused[0].error
+    if refused:
+        told = f"{len(refused)} of {len(given)} prompts can't be computed; the others are"
+        print(told, file=sys.stderr, flush=True)
     stops = frozenset[int]() if task.ignore_eos else stop_ids(plan.checkpoint)
     compiled = job.compile(plan)
     from builder.run import Request, Runner
@@ -53,6 +62,7 @@ def run(job: Job) -> None:
             Sampler(task.sampling, index),
             stops,
             adapter=prompt.adapter,
+            crops=prompt.crops,
         )
         for index, prompt in enumerate(prompts)
     ]
@@ -66,9 +76,12 @@ def run(job: Job) -> None:
             )
     finally:
         # Also where a step failed: what was generated before it is kept.
+        computed = iter(zip(prompts, requests, strict=True))
         generations = [
-            _generation(prompt, request, tokenizer)
-            for prompt, request in zip(prompts, requests, strict=True)
+            _refusal(prompt)
+            if isinstance(prompt, RefusedPrompt)
+            else _generation(*next(computed), tokenizer)
+            for prompt in given
         ]
         job.folder.write_lines("generations.jsonl", generations)
     metrics = _metrics(job, compiled, runner, requests)
@@ -76,9 +89,13 @@ def run(job: Job) -> None:
     _print_summary(job, plan, compiled, metrics)
     if job.interrupts.requested:
         raise InterruptedJob
+    if refused:
+        raise SomeRefused("\n".join(str(prompt.error) for prompt in refused))
 
 
-def _prompts(task: GenerateTask, plan: Plan, tokenizer: TextTokenizer | None) -> list[Prompt]:
+def _prompts(
+    task: GenerateTask, plan: Plan, tokenizer: TextTokenizer | None
+) -> list[Prompt | RefusedPrompt]:
     given = task.prompts
     if given is None:
         given = [] if task.prompts_file else [DEFAULT_PROMPT]
@@ -89,22 +106,7 @@ def _prompts(task: GenerateTask, plan: Plan, tokenizer: TextTokenizer | None) ->
     if task.chat and any(isinstance(entry, list) for _, entry in entries):
         raise ConfigError("task.chat: token ids are put into no chat template; give texts")
     chat = has_template if task.chat is None else task.chat
-
-    def encode(text: str) -> list[int]:
-        assert tokenizer is not None
-        if chat:
-            return tokenizer.encode_chat([{"role": "user", "content": text}])
-        return tokenizer.encode(text)
-
-    return tokenize(
-        entries,
-        tokenizer=tokenizer,
-        encode=encode,
-        vocab_size=plan.settings.vocab_size,
-        max_length=plan.max_length,
-        room=1,
-        adapters=plan.adapters,
-    )
+    return PromptReader(plan, tokenizer, room=1, chat=chat).read_each(entries)
 
 
 def _printer(
@@ -138,12 +140,25 @@ def _generation(
         "prompt": prompt.given,
         "prompt_ids": prompt.ids,
         "adapter": prompt.adapter or None,
+        "images": list(prompt.images),
         "ids": request.ids,
         "text": None if tokenizer is None else tokenizer.decode(request.ids),
         "finish": request.finish,
+        "error": None,
         "ttft_ms": (times[0] - first) * 1e3 if times and first is not None else None,
         "total_ms": (times[-1] - first) * 1e3 if times and first is not None else None,
         "decode_tok_s": _rate(len(times) - 1, times[-1] - times[0]) if len(times) > 1 else None,
+    }
+
+
+def _refusal(prompt: RefusedPrompt) -> dict[str, Any]:
+    return {
+        "prompt": prompt.given,
+        "prompt_ids": [],
+        "ids": [],
+        "text": None,
+        "finish": "error",
+        "error": str(prompt.error),
     }
 
 

@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table
 
 from builder.interrupt import InterruptedJob
-from builder.prompts import gather, tokenize
+from builder.prompts import PromptReader, gather
 from builder.sampling import Logits, Sampler, log_softmax
 from builder.schema import Logits as LogitsChoice
 from builder.schema import SamplingConfig, ScoreTask
@@ -39,20 +39,21 @@ def run(job: Job) -> None:
         )
     plan = job.plan(needed_logits=LogitsChoice.all)
     tokenizer = load_tokenizer(plan.checkpoint, plan.model.tokenizer)
-    texts = tokenize(
-        gather("task.texts", task.texts, task.texts_file),
-        tokenizer=tokenizer,
-        encode=lambda text: tokenizer.encode(text) if tokenizer else [],
-        vocab_size=plan.settings.vocab_size,
-        max_length=plan.max_length,
-        room=0,
-    )
+    reader = PromptReader(plan, tokenizer, room=0)
+    texts = reader.read_all(gather("task.texts", task.texts, task.texts_file))
     compiled = job.compile(plan)
     from builder.run import Request, Runner
 
     collectors = [TokenScores(text.ids) for text in texts]
     requests = [
-        Request(text.ids, 0, Sampler(SamplingConfig(), index), on_logits=collector.add)
+        Request(
+            text.ids,
+            0,
+            Sampler(SamplingConfig(), index),
+            adapter=text.adapter,
+            crops=text.crops,
+            on_logits=collector.add,
+        )
         for index, (text, collector) in enumerate(zip(texts, collectors, strict=True))
     ]
     with job.step("run", f"scoring {len(texts)} texts"):

@@ -10,7 +10,8 @@ from rich import box
 from rich.table import Table
 
 from builder.checks import check_no_obstacle, obstacles
-from builder.prompts import gather, tokenize
+from builder.images import Pixels
+from builder.prompts import Prompt, PromptReader, gather
 from builder.resolve import Plan, resolve
 from builder.schema import DeploymentConfig, DevicesConfig, ParallelConfig, VerifyTask
 from builder.steps import FailedJob, Job
@@ -19,6 +20,10 @@ from models.errors import ConfigError
 
 PROMPT_LENGTHS = (5, 1, 60, 130, 17, 33, 2)
 """Random prompts where none are given: within a chunk, over several, and over a page's edge."""
+
+
+NUM_CROPS = (2, 1)
+"""The crops of random prompts with images, beside those, where images are served."""
 
 
 def run(job: Job) -> None:
@@ -54,10 +59,14 @@ def run(job: Job) -> None:
         return job.interrupts.requested
 
     with job.step("run", f"comparing {len(prompts)} prompts"):
-        # Prompts without an adapter and with each in turn.
-        more: dict[str, Any] = {"adapters": ("", *plan.adapters), "should_stop": should_stop}
-        ids, wanted = record(reference, prompts, *limits, **more)
-        _, found = record(deployed, prompts, *limits, forced=ids, **more)
+        given = [prompt.ids for prompt in prompts]
+        more: dict[str, Any] = {
+            "adapters": [prompt.adapter for prompt in prompts],
+            "crops": [prompt.crops for prompt in prompts],
+            "should_stop": should_stop,
+        }
+        ids, wanted = record(reference, given, *limits, **more)
+        _, found = record(deployed, given, *limits, forced=ids, **more)
         result = compare(wanted, found)
     passed = result.max_abs_diff <= task.tolerance and result.tokens_equal
     job.folder.write_json(
@@ -71,7 +80,8 @@ def run(job: Job) -> None:
             "max_rel_diff": _finite(result.max_rel_diff),
             "deployment": plan.deployment.name,
             "plain": plain.deployment.name,
-            "prompts": [len(prompt) for prompt in prompts],
+            "prompts": [len(prompt.ids) for prompt in prompts],
+            "crops": [len(prompt.crops) for prompt in prompts],
             "steps": 1 + task.max_new_tokens,
             "max_batch_input_tokens": step_tokens,
             "seconds": job.seconds,
@@ -117,6 +127,7 @@ def _plain(deployment: DeploymentConfig) -> DeploymentConfig:
         batch=deployment.batch,
         kv=deployment.kv,
         lora=deployment.lora,
+        vision=deployment.vision,
         max_length=deployment.max_length,
         return_logits=deployment.return_logits,
     )
@@ -144,25 +155,38 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _prompts(task: VerifyTask, plan: Plan) -> list[list[int]]:
-    if not task.prompts:
-        from builder.compare import random_prompts
+def _prompts(task: VerifyTask, plan: Plan) -> list[Prompt]:
+    if task.prompts:
+        tokenizer = load_tokenizer(plan.checkpoint, plan.model.tokenizer)
+        reader = PromptReader(plan, tokenizer, room=task.max_new_tokens + 1)
+        return reader.read_all(gather("task.prompts", task.prompts, None))
+    from builder.compare import random_image_prompts, random_prompts
 
-        longest = plan.max_length - task.max_new_tokens - 1
-        if longest < 1:
+    settings = plan.settings
+    longest = plan.max_length - task.max_new_tokens - 1
+    if longest < 1:
+        raise ConfigError(
+            f"task.max_new_tokens: {task.max_new_tokens} + 1 leaves no room for a prompt in "
+            f"max_length {plan.max_length}\n  what works: at most {plan.max_length - 2}"
+        )
+    lengths = [min(length, longest) for length in PROMPT_LENGTHS]
+    found: list[tuple[list[int], tuple[Pixels, ...]]] = [
+        (ids, ()) for ids in random_prompts(lengths, settings.vocab_size, settings.vision)
+    ]
+    if plan.vision is not None:
+        pictured = random_image_prompts(NUM_CROPS, settings.vocab_size, plan.vision.settings)
+        fitting = [prompt for prompt in pictured if len(prompt[0]) <= longest]
+        if not fitting:
+            shortest = min(len(ids) for ids, _ in pictured)
             raise ConfigError(
-                f"task.max_new_tokens: {task.max_new_tokens} + 1 leaves no room for a prompt in "
-                f"max_length {plan.max_length}\n  what works: at most {plan.max_length - 2}"
+                f"deployment.max_length: {plan.max_length} has no room for an image of "
+                f"{plan.vision.settings.tokens_per_crop} tokens and its text\n  what works: "
+                f"at least {shortest + task.max_new_tokens + 1}"
             )
-        lengths = [min(length, longest) for length in PROMPT_LENGTHS]
-        return random_prompts(lengths, plan.settings.vocab_size)
-    tokenizer = load_tokenizer(plan.checkpoint, plan.model.tokenizer)
-    given = tokenize(
-        gather("task.prompts", task.prompts, None),
-        tokenizer=tokenizer,
-        encode=lambda text: tokenizer.encode(text) if tokenizer else [],
-        vocab_size=plan.settings.vocab_size,
-        max_length=plan.max_length,
-        room=task.max_new_tokens + 1,
-    )
-    return [prompt.ids for prompt in given]
+        found += fitting
+    # Without an adapter and with each in turn.
+    adapters = ("", *plan.adapters)
+    return [
+        Prompt(ids, ids, adapters[number % len(adapters)], crops=crops)
+        for number, (ids, crops) in enumerate(found)
+    ]

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from models.errors import ConfigError
 from models.families import family_for
-from models.families.base import ConfigReader
+from models.families.base import ConfigReader, Family
 from models.settings import ModelSettings
 
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.attention\.bias$|\.attn\.bias$|\.masked_bias$")
@@ -78,14 +78,22 @@ class Checkpoint(ABC):
         return bool(self.tensors)
 
     @cached_property
+    def family(self) -> Family:
+        """The family that serves it.
+
+        Raises:
+            ConfigError: If none does.
+        """
+        return family_for(self.config, source=str(self.path))
+
+    @cached_property
     def settings(self) -> ModelSettings:
         """The model's settings, as its family reads them.
 
         Raises:
             ConfigError: If no family serves the architecture, or a value can't be used.
         """
-        family = family_for(self.config, source=str(self.path))
-        settings = family.settings(ConfigReader(self.config, str(self.path)))
+        settings = self.family.settings(ConfigReader(self.config, str(self.path)))
         untied = self.has_weights and not settings.tie_word_embeddings
         if untied and "lm_head.weight" not in self.tensors:
             raise ConfigError(

@@ -6,6 +6,7 @@ Source: https://github.com/huggingface/peft, ``LoraConfig`` and ``save_pretraine
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,12 @@ _REFUSED = {
 """What other computations need, and what is said of it."""
 
 
-def open_adapter(folder: Path) -> Adapter:
+def open_adapter(folder: Path, canonical: Callable[[str], str] = str) -> Adapter:
     """Reads an adapter.
 
     Args:
         folder: The PEFT folder.
+        canonical: The name by which our layers know a checkpoint's tensor; by default the same.
 
     Raises:
         ConfigError: If it is not one, or computes something else than LoRA.
@@ -47,7 +49,7 @@ def open_adapter(folder: Path) -> Adapter:
     if not isinstance(alpha, int | float):
         raise ConfigError(f"deployment.lora: {folder}: lora_alpha: {alpha!r} is not a number")
     scale = alpha / rank**0.5 if config.get("use_rslora") else alpha / rank
-    return Adapter(source=str(folder), rank=rank, scale=scale, pairs=_pairs(folder))
+    return Adapter(source=str(folder), rank=rank, scale=scale, pairs=_pairs(folder, canonical))
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -67,7 +69,7 @@ def _config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _pairs(folder: Path) -> dict[str, tuple[Array, Array]]:
+def _pairs(folder: Path, canonical: Callable[[str], str]) -> dict[str, tuple[Array, Array]]:
     file = folder / "adapter_model.safetensors"
     if not file.is_file():
         raise ConfigError(f"deployment.lora: {folder} has no adapter_model.safetensors")
@@ -79,7 +81,8 @@ def _pairs(folder: Path) -> dict[str, tuple[Array, Array]]:
                 f"deployment.lora: {folder}: {name} is no A or B of a product, and would not be "
                 "used"
             )
-        halves.setdefault(found[1], {})[found[2]] = values
+        module = canonical(f"{found[1]}.weight").removesuffix(".weight")
+        halves.setdefault(module, {})[found[2]] = values
     if not halves:
         raise ConfigError(f"deployment.lora: {folder} adapts nothing")
     for module, half in halves.items():

@@ -20,7 +20,6 @@ import numpy.typing as npt
 
 from models.checkpoints.base import Checkpoint, TensorInfo, is_ignored, read_json_object
 from models.errors import ConfigError
-from models.families import family_for
 
 _STORED_AS: dict[str, npt.DTypeLike] = {
     "F64": np.float64,
@@ -45,21 +44,20 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._config = read_json_object(path / "config.json")
+        self._config = read_json_object(path / "config.json") | _image_processor(path)
         self._stored = _locate(path)
         self._maps: dict[Path, mmap.mmap] = {}
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The contents of ``config.json``."""
+        """The contents of ``config.json``, and those of an image processor as one entry."""
         return self._config
 
     @cached_property
     def _locations(self) -> Mapping[str, _Location]:
         if not self._stored:
             return {}
-        family = family_for(self._config, source=str(self.path))
-        return {family.canonical(name): location for name, location in self._stored.items()}
+        return {self.family.canonical(name): location for name, location in self._stored.items()}
 
     @property
     def has_weights(self) -> bool:
@@ -84,6 +82,15 @@ class SafetensorsCheckpoint(Checkpoint):
             with file.open("rb") as stream:
                 self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         return self._maps[file]
+
+
+def _image_processor(folder: Path) -> dict[str, Any]:
+    """How images are prepared: in a file of its own, or since transformers 5 in the processor's."""
+    alone, beside = folder / "preprocessor_config.json", folder / "processor_config.json"
+    if alone.is_file():
+        return {"image_processor": read_json_object(alone)}
+    found = read_json_object(beside).get("image_processor") if beside.is_file() else None
+    return {} if found is None else {"image_processor": found}
 
 
 def read_tensors(file: Path) -> dict[str, npt.NDArray[np.float32]]:

@@ -13,6 +13,7 @@ from models.families import (
     deepseek_v2,
     deepseek_v3,
     gpt2,
+    idefics3,
     lfm2,
     llama,
     mistral,
@@ -36,6 +37,7 @@ FAMILIES: tuple[Family, ...] = (
     deepseek_v3.FAMILY,
     lfm2.FAMILY,
     gpt2.FAMILY,
+    idefics3.FAMILY,
 )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from max.graph import TensorValue, ops
 from max.nn.layer import Module
 
-from models.config import DecoderConfig
+from models.config import Placed
 from models.kernels import lora_products, matmul
 from models.lora import AdapterSlot, Routing
 from models.weights import DeclaredWeight, FromCheckpoint, Piece
@@ -30,7 +30,7 @@ class Linear(Module):
     product where it is reshaped to another rank and then broadcast against.
 
     Args:
-        config: The decoder's configuration.
+        config: The configuration.
         holder: The position of the device that holds it.
         pieces: Where the rows of the weight come from, in order.
         in_dim: Columns of the weight.
@@ -41,7 +41,7 @@ class Linear(Module):
 
     def __init__(
         self,
-        config: DecoderConfig,
+        config: Placed,
         holder: int,
         pieces: tuple[Piece, ...],
         in_dim: int,

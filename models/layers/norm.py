@@ -1,14 +1,12 @@
-"""RMS normalisation."""
+"""RMS and layer normalisation."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from max.graph import TensorValue, ops
 from max.nn.layer import Module
 
-from models.config import DecoderConfig
-from models.layers.shards import Sharded
+from models.config import DecoderConfig, Placed
+from models.layers.shards import PerDevice
 from models.weights import DeclaredWeight, FromCheckpoint, Piece, rows_of
 
 
@@ -89,15 +87,16 @@ class LayerNorm(Module):
     """``(x - mean) / deviation * weight + bias`` over the last dimension (arXiv 1607.06450).
 
     Args:
-        config: The decoder's configuration.
+        config: The configuration.
         holder: The position of the device that holds it.
         prefix: The checkpoint's name of the norm.
         dim: Its size.
+        eps: Its epsilon.
     """
 
-    def __init__(self, config: DecoderConfig, holder: int, prefix: str, dim: int) -> None:
+    def __init__(self, config: Placed, holder: int, prefix: str, dim: int, eps: float) -> None:
         super().__init__()
-        self.eps = config.settings.norm_eps
+        self.eps = eps
         device = config.placement.devices[holder]
         self.weight, self.bias = (
             DeclaredWeight(
@@ -111,7 +110,7 @@ class LayerNorm(Module):
         return ops.layer_norm(x, self.weight, self.bias, self.eps)
 
 
-class ReplicatedNorm(Sharded):
+class ReplicatedNorm(PerDevice):
     """The residual stream's norm, the same on every device of the stage.
 
     Args:
@@ -124,11 +123,7 @@ class ReplicatedNorm(Sharded):
 
         def copy(holder: int) -> Module:
             if config.settings.norm == "layer":
-                return LayerNorm(config, holder, prefix, hidden)
+                return LayerNorm(config, holder, prefix, hidden, config.settings.norm_eps)
             return RMSNorm(config, holder, f"{prefix}.weight", hidden)
 
         super().__init__(config, copy)
-
-    def __call__(self, xs: Sequence[TensorValue]) -> list[TensorValue]:
-        """Per device [rows, hidden] to [rows, hidden]."""
-        return [norm(x) for norm, x in zip(self.shards, xs, strict=True)]

@@ -8,7 +8,7 @@ from max.graph import TensorValue
 from max.nn.layer import LayerList, Module
 
 from models.collectives import Collectives
-from models.config import DecoderConfig
+from models.config import Placed
 from models.layers.step import Step
 
 
@@ -16,13 +16,21 @@ class Sharded(Module):
     """One shard per device of the stage.
 
     Args:
-        config: The decoder's configuration.
+        config: The configuration.
         shard: Makes the shard of the device at a position.
     """
 
-    def __init__(self, config: DecoderConfig, shard: Callable[[int], Module]) -> None:
+    def __init__(self, config: Placed, shard: Callable[[int], Module]) -> None:
         super().__init__()
         self.shards = LayerList([shard(holder) for holder in range(len(config.placement.devices))])
+
+
+class PerDevice(Sharded):
+    """Shards each of which takes its device's value alone."""
+
+    def __call__(self, xs: Sequence[TensorValue]) -> list[TensorValue]:
+        """Each device's result of its shard."""
+        return [shard(x) for shard, x in zip(self.shards, xs, strict=True)]
 
 
 class SummedMixer(Sharded):

@@ -11,6 +11,9 @@ reading it is exact) and computed here in float32. Beside it, expected.npz holds
     logits_i   float32 [m + 1, V]   after the prompt, and after each forced token
     greedy_i   int64 [16]           the greedy continuation
     all_0      float32 [n, V]       every token's logits of the first prompt
+
+A model that takes images has images.npz too: the same of prompts with images (images_i names
+them), without all_0.
 """
 
 from __future__ import annotations
@@ -23,9 +26,11 @@ import numpy as np
 import peft
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
+from PIL import Image
+from transformers import AutoConfig, AutoModelForCausalLM, Idefics3ForConditionalGeneration
 from transformers.generation import logits_process
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 FOLDER = Path(__file__).parent
 VOCABULARY = 256
@@ -151,7 +156,29 @@ MODELS = {
         "n_positions": 512,
         "layer_norm_epsilon": 1e-5,
     },
+    "tiny_idefics3": {
+        "model_type": "idefics3",
+        "text_config": SHARED | {"model_type": "llama"},
+        # Seven by seven positions for six by six patches.
+        "vision_config": {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "image_size": 28,
+            "patch_size": 4,
+        },
+        "scale_factor": 2,
+        "image_token_id": 0,
+        "pad_token_id": 2,
+        "tie_word_embeddings": False,
+    },
 }
+
+# Their widths and heights.
+IMAGES = {"wide": (40, 22), "tall": (13, 37), "small": (9, 9)}
+IMAGE_PROMPTS = (("wide", "tall"), ("small",), ("tall", "wide", "tall"))
+IMAGE_PROCESSOR = {"size": {"longest_edge": 48}, "max_image_size": {"longest_edge": 24}}
 
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
@@ -205,33 +232,48 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
         else:
             values = 1 + 0.2 * noise
         parameter.data = values.to(torch.bfloat16).float()
+        if name == "lm_head.weight" and hasattr(model, "image_token_id"):
+            # Never the most likely one: a sequence that is continued has no further images.
+            parameter.data[model.image_token_id] = 0
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             noise = 0.2 * torch.randn(buffer.shape, generator=generator)
             buffer.data = noise.to(torch.bfloat16).float()
 
 
-def logits_of(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
+def logits_of(
+    model: torch.nn.Module, ids: list[int], images: dict[str, torch.Tensor] | None = None
+) -> torch.Tensor:
     with torch.no_grad():
-        return model(torch.tensor([ids])).logits[0].float()
+        return model(torch.tensor([ids]), **(images or {})).logits[0].float()
 
 
-def greedy(model: torch.nn.Module, prompt: list[int], count: int) -> list[int]:
+def greedy(
+    model: torch.nn.Module,
+    prompt: list[int],
+    count: int,
+    images: dict[str, torch.Tensor] | None = None,
+) -> list[int]:
     ids = list(prompt)
     for _ in range(count):
-        ids.append(int(logits_of(model, ids)[-1].argmax()))
+        ids.append(int(logits_of(model, ids, images)[-1].argmax()))
     return ids[len(prompt) :]
 
 
 def random_model(name: str, seed: int) -> torch.nn.Module:
-    # GPT-2 names the same differently.
-    shared = {} if name == "tiny_gpt2" else SHARED
-    facts = {"vocab_size": VOCABULARY, "head_dim": None} | shared | MODELS[name]
-    if facts["head_dim"] is None:  # The configuration derives it.
-        del facts["head_dim"]
+    # These name the same differently, or elsewhere.
+    shared = {} if name in ("tiny_gpt2", "tiny_idefics3") else SHARED
+    facts = shared | MODELS[name]
+    if name == "tiny_gpt2":
+        facts["vocab_size"] = VOCABULARY
+    if facts.get("head_dim") is None:  # The configuration derives it.
+        facts.pop("head_dim", None)
     config = AutoConfig.for_model(**facts)
     config._attn_implementation = "eager"
-    model = AutoModelForCausalLM.from_config(config).float().eval()
+    if name == "tiny_idefics3":
+        model = Idefics3ForConditionalGeneration(config).float().eval()
+    else:
+        model = AutoModelForCausalLM.from_config(config).float().eval()
     randomise(model, seed)
     for module in model.modules():
         if type(module).__name__ == "DeepseekV2Moe":
@@ -279,9 +321,47 @@ def make_model(name: str) -> None:
         if index == 0:
             expected["all_0"] = logits_of(model, prompt).numpy()
     folder = FOLDER / name
+    if name == "tiny_idefics3":
+        make_images(model, folder)
     model.to(torch.bfloat16).save_pretrained(folder)
     np.savez_compressed(folder / "expected.npz", **expected)
     print(f"{name}: logits from {min(v.min() for k, v in expected.items() if 'logits' in k):.1f}")
+
+
+def make_images(model: torch.nn.Module, folder: Path) -> None:
+    """Images, how they are prepared, and prompts with them."""
+    generator = np.random.default_rng(len(MODELS))
+    files = {name: folder / "images" / f"{name}.png" for name in IMAGES}
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    for name, (width, height) in IMAGES.items():
+        pixels = generator.integers(0, 256, (height, width, 3), np.uint8)
+        Image.fromarray(pixels).save(files[name])
+    processor = Idefics3ImageProcessorPil(**IMAGE_PROCESSOR)
+    processor.save_pretrained(folder)
+
+    def prepared(*names: str) -> dict[str, torch.Tensor]:
+        pictures = [[Image.open(files[name]).convert("RGB") for name in names]]
+        return dict(processor(pictures, return_tensors="pt"))
+
+    lengths = {}
+    for name in IMAGES:
+        with torch.no_grad():
+            rows = model.get_image_features(**prepared(name)).pooler_output
+        lengths[name] = rows.flatten(0, 1).shape[0]
+    expected = {}
+    for index, names in enumerate(IMAGE_PROMPTS):
+        prompt = generator.integers(3, VOCABULARY, 3).tolist()
+        for name in names:
+            prompt += [model.config.image_token_id] * lengths[name]
+            prompt += generator.integers(3, VOCABULARY, 4).tolist()
+        forced = generator.integers(3, VOCABULARY, NUM_FORCED).tolist()
+        rows = logits_of(model, prompt + forced, prepared(*names))
+        expected[f"images_{index}"] = np.array(names)
+        expected[f"prompt_{index}"] = np.array(prompt)
+        expected[f"forced_{index}"] = np.array(forced)
+        expected[f"logits_{index}"] = rows[len(prompt) - 1 :].numpy()
+        expected[f"greedy_{index}"] = np.array(greedy(model, prompt, 16, prepared(*names)))
+    np.savez_compressed(folder / "images.npz", **expected)
 
 
 ADAPTERS = {

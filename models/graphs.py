@@ -1,0 +1,105 @@
+"""A registration's graphs: the modules that they are traced from, their weights and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from max import tree
+from max.driver import Buffer
+from max.engine import InferenceSession, Model
+from max.graph import BufferType
+from max.pipelines.lib.graph_specs import (
+    CompiledArtifacts,
+    GraphRole,
+    GraphSpec,
+    compile_graphs,
+    init_graphs,
+)
+
+from models.batch_processor import stage_role
+from models.buffers import zeroed
+from models.graph_api import GraphApiModule, RoleModule
+from models.kernels import KERNELS
+from models.vision import VisionEncoder
+from models.weights import WeightLoader, declared_weights
+
+VISION_ROLE = GraphRole.VISION.value
+"""The role of the graph that encodes images."""
+
+Loaded = tuple[CompiledArtifacts, dict[str, Model]]
+"""Compiled graphs, and their initialized models by role."""
+
+
+@dataclass(frozen=True)
+class RoleModules:
+    """The modules that a registration's graphs are traced from."""
+
+    decoders: tuple[GraphApiModule, ...]
+    """One per stage."""
+
+    vision: VisionEncoder | None = None
+    """The VISION module; ``None`` where none is registered."""
+
+    def by_role(self) -> Iterator[tuple[str, RoleModule]]:
+        """Each module with its role."""
+        for decoder in self.decoders:
+            yield stage_role(decoder.config), decoder
+        if self.vision is not None:
+            yield VISION_ROLE, self.vision
+
+    def specs(self, loaded: WeightLoader, prefix: str = "") -> dict[str, GraphSpec]:
+        """The graphs, with the checkpoint loaded into them.
+
+        Args:
+            loaded: The checkpoint's values.
+            prefix: Before each role.
+        """
+        several = len(self.decoders) > 1 or self.vision is not None
+        specs: dict[str, GraphSpec] = {}
+        for name, module in self.by_role():
+            role = f"{prefix}{name}"
+            specs[role] = GraphSpec(
+                module,
+                role,
+                tree.leaves(module.inputs),
+                loaded.load(declared_weights(module, f"{role}.")),
+                # They compile together, which shares the kernels that are alike.
+                group=GraphRole.DECODER.value if several else None,
+                # Each graph loads our kernels; a module of graphs is given them once.
+                custom_extensions=() if specs else (KERNELS,),
+            )
+        return specs
+
+
+def load_specs(session: InferenceSession, specs: Mapping[str, GraphSpec]) -> Loaded:
+    """Compiles and initializes graphs.
+
+    Args:
+        session: The session to do it with.
+        specs: The graphs, by role.
+    """
+    artifacts = compile_graphs(session, specs)
+    return artifacts, init_graphs(session, artifacts, specs)
+
+
+def lasting_inputs(decoder: GraphApiModule, loaded: WeightLoader) -> dict[str, Any]:
+    """The buffers that a stage takes unchanged every step, by field.
+
+    Args:
+        decoder: The stage.
+        loaded: The checkpoint's values.
+    """
+    inputs: dict[str, Any] = {}
+    for name in ("signals", "scratch"):
+        types: tuple[BufferType, ...] | None = getattr(decoder.inputs, name)
+        if types is not None:
+            inputs[name] = tuple(map(zeroed, types))
+    constants = decoder.constant_weights()
+    if constants:
+        inputs["constants"] = {
+            name: tuple(Buffer.from_numpy(loaded.values(weight)) for weight in shards)
+            for name, shards in constants.items()
+        }
+    return inputs
