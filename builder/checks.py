@@ -137,6 +137,11 @@ def _undivided(
             f"{num_kv_heads} key-value heads neither divide over tensor={tensor} nor repeat "
             "evenly over it"
         )
+    if settings.delta is not None and settings.delta.key_heads % tensor:
+        return (
+            f"the delta rule's {settings.delta.key_heads} key heads do not divide over "
+            f"tensor={tensor}"
+        )
     columns = {}
     if vision is not None:
         columns["the image encoder's feed-forward"] = vision.intermediate_size

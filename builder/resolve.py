@@ -160,7 +160,8 @@ def resolve(
     shared = next((shards for shards in constants if shards), [])
     if checkpoint.has_weights:
         # Without images their encoder is not built.
-        unread = VISION_PARTS if settings.vision and vision is None else ()
+        without = VISION_PARTS if settings.vision and vision is None else ()
+        unread = (*checkpoint.family.unread, *without)
         checks.check_checkpoint(checkpoint, [*every, *shared], unread)
     devices = device_shares(
         [

@@ -19,12 +19,14 @@ from models.exchange import Exchange, HostExchange
 from models.graph_api import GraphApiModule
 from models.kernels import place_rows
 from models.layers.attention import Attention
+from models.layers.delta import GatedDelta
 from models.layers.experts import MixtureOfExperts
 from models.layers.latent_attention import LatentAttention, workspace_types
 from models.layers.linear import Linear
 from models.layers.mlp import MLP
 from models.layers.norm import ReplicatedNorm
 from models.layers.rope import RopeTable, rope_table
+from models.layers.shards import SummedMixer
 from models.layers.short_conv import ShortConv
 from models.layers.step import Step
 from models.layers.vocabulary import (
@@ -90,10 +92,13 @@ class DecoderLayer(Module):
         return [product for product in products if product.adapted]
 
 
-def _mixer(config: DecoderConfig, layer: int) -> Attention | LatentAttention | ShortConv:
-    latent, conv = config.settings.latent, config.settings.conv
+def _mixer(config: DecoderConfig, layer: int) -> Attention | SummedMixer:
+    settings = config.settings
+    latent, conv, delta = settings.latent, settings.conv, settings.delta
     if conv is not None and layer in conv.layers:
         return ShortConv(config, conv, layer)
+    if delta is not None and layer in delta.layers:
+        return GatedDelta(config, delta, layer)
     return Attention(config, layer) if latent is None else LatentAttention(config, latent, layer)
 
 

@@ -104,7 +104,9 @@ def _parts(
 ) -> tuple[range, range] | None:
     """A device's inner columns and outer rows of a product; ``None`` where the layer lacks it."""
     if target in ATTENTION_TARGETS:
-        if settings.latent is not None or layer not in settings.attending(placement.layers):
+        if settings.latent is not None or settings.attention_gate:
+            return None
+        if layer not in settings.attending(placement.layers):
             return None
         heads = placement.heads(settings, holder)
         if target in ("k_proj", "v_proj"):

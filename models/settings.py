@@ -88,6 +88,9 @@ class ExpertSettings:
     shared_size: int = 0
     """Width of the experts that every token takes, together; 0 is none."""
 
+    shared_gate: bool = False
+    """Whether their result is multiplied with a gate of the token's."""
+
     router: RouterSettings
     """How experts are chosen."""
 
@@ -107,6 +110,34 @@ class ShortConvSettings:
 
     bias: bool = False
     """Whether the convolution and its projections have a bias."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaSettings:
+    """The gated delta rule in place of some layers' attention (arXiv 2412.06464)."""
+
+    layers: frozenset[int]
+    """The layers that have it."""
+
+    key_heads: int
+    """Heads of queries and keys; value heads ``h`` read ``h // (value_heads / key_heads)``."""
+
+    value_heads: int
+    """Heads of values, each with a memory of its own."""
+
+    key_dim: int
+    """Dimensions of a head's query and key."""
+
+    value_dim: int
+    """Dimensions of a head's value."""
+
+    width: int
+    """Tokens that the convolution before it sees, the own included."""
+
+    def channels(self, key_heads: int) -> int:
+        """The channels of the convolution over so many key heads: queries, keys and values."""
+        values = key_heads * self.value_heads // self.key_heads * self.value_dim
+        return 2 * key_heads * self.key_dim + values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,6 +280,9 @@ class ModelSettings:
     norm: Literal["rms", "layer"] = "rms"
     """What the residual stream is normalised by."""
 
+    norm_offset: float = 0.0
+    """What is added to the weights of RMS norms."""
+
     rope: RopeSettings | None
     """Rotary position embedding; ``None`` where positions are learned and added to the tokens."""
 
@@ -273,6 +307,13 @@ class ModelSettings:
     mlp_gated: bool = True
     """Whether the feed-forward's inner layer is multiplied with a gate."""
 
+    rotated_dim: int | None = None
+    """The first dimensions of a head that are rotated; ``None`` is all."""
+
+    attention_gate: bool = False
+    """Whether what a head attends to is multiplied with a gate, which its queries' projection
+    has behind each query."""
+
     qkv_fused: bool = False
     """Whether the checkpoint has queries, keys and values in one tensor."""
 
@@ -295,7 +336,10 @@ class ModelSettings:
     """Latent attention; ``None`` is attention over whole keys and values."""
 
     conv: ShortConvSettings | None = None
-    """Short convolutions; ``None`` where every layer attends."""
+    """Short convolutions; ``None`` where no layer has any."""
+
+    delta: DeltaSettings | None = None
+    """The gated delta rule; ``None`` where no layer has it."""
 
     vision: VisionSettings | None = None
     """The encoder of images; ``None`` where the model takes text alone."""
@@ -310,15 +354,22 @@ class ModelSettings:
     @property
     def rotary_dim(self) -> int:
         """The dimensions of a head that are rotated."""
-        return self.head_dim if self.latent is None else self.latent.rope_dim
+        if self.latent is not None:
+            return self.latent.rope_dim
+        return self.head_dim if self.rotated_dim is None else self.rotated_dim
 
     def attending(self, layers: range) -> tuple[int, ...]:
         """Which of some layers attend, and so have keys and values."""
-        return tuple(n for n in layers if self.conv is None or n not in self.conv.layers)
+        return tuple(n for n in layers if n not in self._recurrent)
 
-    def convolving(self, layers: range) -> tuple[int, ...]:
-        """Which of some layers convolve, and so keep state."""
-        return tuple(n for n in layers if self.conv is not None and n in self.conv.layers)
+    def recurrent(self, layers: range) -> tuple[int, ...]:
+        """Which of some layers keep state instead."""
+        return tuple(n for n in layers if n in self._recurrent)
+
+    @property
+    def _recurrent(self) -> frozenset[int]:
+        kinds = (self.conv, self.delta)
+        return frozenset[int]().union(*(kind.layers for kind in kinds if kind is not None))
 
     @property
     def dense_layers(self) -> int:

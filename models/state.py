@@ -32,8 +32,8 @@ class DeviceState(Generic[TensorT, BufferT]):
     """bool ``[sequences of the replica]``: whether a sequence has any; otherwise it is zero."""
 
     pools: tuple[BufferT, ...]
-    """Per layer that keeps state, ``[slots, channels, width - 1]``, updated in place: the last
-    inputs of the layer's convolution."""
+    """Updated in place, per layer that keeps state: ``[slots, channels, width - 1]``, the last
+    inputs of its convolution, and for the delta rule ``[slots, heads, key, value]``, its memory."""
 
 
 DeclaredState = tuple[DeviceState[TensorType, BufferType], ...]
@@ -51,22 +51,53 @@ def state_types(
         dtype: The dtype of what is kept.
         num_slots: Sequences of a replica.
     """
-    conv, layers = settings.conv, settings.convolving(placement.layers)
-    if conv is None or not layers:
+    layers = settings.recurrent(placement.layers)
+    if not layers:
         return None
     declared = []
     for holder, device in enumerate(placement.devices):
         batch = f"replica_{placement.replica(holder)}_batch_size"
-        channels = len(placement.inner_columns(settings.hidden_size, holder))
-        pool = BufferType(dtype, [num_slots, channels, conv.width - 1], device)
+        shapes = [
+            shape for layer in layers for shape in _pool_shapes(settings, placement, layer, holder)
+        ]
         declared.append(
             DeviceState(
                 slots=TensorType(DType.uint32, [batch], device),
                 started=TensorType(DType.bool, [batch], device),
-                pools=(pool,) * len(layers),
+                pools=tuple(BufferType(dtype, [num_slots, *shape], device) for shape in shapes),
             )
         )
     return tuple(declared)
+
+
+def first_pool(settings: ModelSettings, placement: Placement, layer: int) -> int:
+    """The position of a layer's first pool among those of its stage.
+
+    Args:
+        settings: The model.
+        placement: The stage's devices and layers.
+        layer: The layer's index in the model.
+    """
+    before = settings.recurrent(range(placement.layers.start, layer))
+    return sum(len(_pool_shapes(settings, placement, n, 0)) for n in before)
+
+
+def _pool_shapes(
+    settings: ModelSettings, placement: Placement, layer: int, holder: int
+) -> tuple[tuple[int, ...], ...]:
+    """What one slot of a layer's pools holds on a device."""
+    delta, conv = settings.delta, settings.conv
+    if delta is not None and layer in delta.layers:
+        keys, values = (
+            len(placement.inner_columns(heads, holder))
+            for heads in (delta.key_heads, delta.value_heads)
+        )
+        return (
+            (delta.channels(keys), delta.width - 1),
+            (values, delta.key_dim, delta.value_dim),
+        )
+    assert conv is not None
+    return ((len(placement.inner_columns(settings.hidden_size, holder)), conv.width - 1),)
 
 
 @dataclass(frozen=True)

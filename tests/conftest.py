@@ -37,7 +37,7 @@ REFERENCE = Path(__file__).parent / "reference"
 FAMILIES = (
     *("tiny_llama", "tiny_qwen2", "tiny_qwen3", "tiny_mistral"),
     *("tiny_mixtral", "tiny_qwen3_moe", "tiny_olmoe", "tiny_deepseek_v2", "tiny_deepseek_v3"),
-    *("tiny_lfm2", "tiny_gpt2", "tiny_idefics3"),
+    *("tiny_lfm2", "tiny_gpt2", "tiny_idefics3", "tiny_qwen3_next"),
 )
 
 SHARED_TABLE = (
@@ -102,6 +102,7 @@ TOGETHER = (
         *_deployments("tiny_lfm2", "tp2", "dp2"),
         LFM2_STAGES,
         *_deployments("tiny_gpt2", "dp2"),
+        *_deployments("tiny_qwen3_next", "tp2"),
     ),
     # The others are the command's too, which compiles each alone.
     (

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from conftest import LFM2_STAGES, compiled_for, plan_for
+from conftest import (
+    LFM2_STAGES,
+    assert_refused,
+    compiled_for,
+    expected,
+    forced_logits,
+    plan_for,
+)
 from max import tree
 from max.dtype import DType
 from max.graph import BufferType, DeviceRef, TensorType
@@ -15,7 +22,6 @@ from builder.compare import compare, random_prompts, record
 from builder.run import Request, Runner
 from builder.sampling import Sampler
 from builder.schema import SamplingConfig
-from models.errors import ConfigError
 from models.state import RequestStateStore, StateRow, state_types
 
 MODEL = "model=tiny_lfm2"
@@ -25,7 +31,9 @@ PARALLEL = (
     (MODEL, "deployment=dp2"),
     LFM2_STAGES,
     ("model=tiny_gpt2", "deployment=dp2"),
+    ("model=tiny_qwen3_next", "deployment=tp2"),
 )
+KEEPING_STATE = ((MODEL,), *PARALLEL[:3], ("model=tiny_qwen3_next",), PARALLEL[4])
 
 
 @pytest.mark.parametrize("overrides", PARALLEL, ids=" ".join)
@@ -39,7 +47,7 @@ def test_logits_equal_the_plain_deployments_in_a_chunked_mixed_batch(
     assert_equal(compare(wanted, found))
 
 
-@pytest.mark.parametrize("overrides", [(MODEL,), *PARALLEL[:3]], ids=" ".join)
+@pytest.mark.parametrize("overrides", KEEPING_STATE, ids=" ".join)
 def test_requests_that_replace_others_get_the_ids_of_one_by_one(overrides: tuple[str, ...]) -> None:
     compiled = compiled_for(*overrides)
     prompts = random_prompts((3, 40, 7, 90, 21, 5, 2, 33, 64, 1, 12, 130, 4), 256)
@@ -82,6 +90,24 @@ def test_state_is_declared_per_device_of_the_stages_that_convolve() -> None:
     assert plan_for("model=tiny_llama").stages[0].contract.inputs.state is None
 
 
+def test_delta_rule_keeps_a_convolution_and_a_memory_per_layer() -> None:
+    for name, channels, heads in (("cpu", 160, 4), ("tp2", 80, 2)):
+        (stage,) = plan_for("model=tiny_qwen3_next", f"deployment={name}").stages
+        state = stage.contract.inputs.state
+        assert state is not None
+        conv = BufferType(DType.float32, [8, channels, 3], CPU)
+        memory = BufferType(DType.float32, [8, heads, 16, 24], CPU)
+        assert all(device.pools == (conv, memory) * 2 for device in state)
+
+
+@pytest.mark.parametrize("model", ["tiny_lfm2", "tiny_qwen3_next"])
+def test_long_decode_matches_hugging_face(model: str) -> None:
+    values = expected(model)
+    sequence = (values["long_prompt"], values["long_forced"])
+    (found,) = forced_logits(compiled_for(f"model={model}"), [sequence])
+    np.testing.assert_allclose(found, values["long_logits"], atol=1e-4, rtol=0)
+
+
 def test_learned_positions_are_taken_by_the_first_stage_only() -> None:
     first, second = plan_for("model=tiny_gpt2", "deployment=pp2").stages
     assert first.contract.inputs.token_positions == TensorType(DType.int64, ["total_seq_len"], CPU)
@@ -90,7 +116,7 @@ def test_learned_positions_are_taken_by_the_first_stage_only() -> None:
 
 
 @pytest.mark.parametrize("deployment", ["cpu", "tp2", "dp2", "pp2", "pp3_uneven"])
-@pytest.mark.parametrize("model", ["tiny_lfm2", "tiny_gpt2"])
+@pytest.mark.parametrize("model", ["tiny_lfm2", "tiny_gpt2", "tiny_qwen3_next"])
 def test_every_input_has_a_use(model: str, deployment: str) -> None:
     assert_every_input_is_used(f"model={model}", f"deployment={deployment}")
 
@@ -120,13 +146,19 @@ def test_plan_shows_the_bytes_of_state() -> None:
     assert share.state == 2 * 8 * 64 * 3 * 4
 
 
-def test_channels_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ConfigError, match="4 heads do not divide over tensor=3"):
-        plan_for(MODEL, "deployment.parallel.tensor=3", "deployment.devices.count=3")
+def test_what_does_not_divide_is_refused() -> None:
+    for model, devices, message in (
+        ("tiny_lfm2", 3, "4 heads do not divide over tensor=3"),
+        ("tiny_qwen3_next", 4, "the delta rule's 2 key heads do not divide over tensor=4"),
+    ):
+        parallel = f"deployment.parallel.tensor={devices}"
+        count = f"deployment.devices.count={devices}"
+        assert_refused([f"model={model}", parallel, count], message)
 
 
-def test_state_starts_at_zero_whatever_the_slot_held() -> None:
-    compiled = compiled_for(MODEL)
+@pytest.mark.parametrize("model", [MODEL, "model=tiny_qwen3_next"])
+def test_state_starts_at_zero_whatever_the_slot_held(model: str) -> None:
+    compiled = compiled_for(model)
     prompts = random_prompts((9,), 256)
     ids, wanted = record(compiled, prompts, 3, 48)
     for pools in compiled.model.state._pools[0] or []:

@@ -22,6 +22,7 @@ from models.families import (
     qwen2,
     qwen3,
     qwen3_moe,
+    qwen3_next,
 )
 from models.families.base import Family
 
@@ -36,6 +37,7 @@ FAMILIES: tuple[Family, ...] = (
     deepseek_v2.FAMILY,
     deepseek_v3.FAMILY,
     lfm2.FAMILY,
+    qwen3_next.FAMILY,
     gpt2.FAMILY,
     idefics3.FAMILY,
 )

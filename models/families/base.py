@@ -29,6 +29,9 @@ class Family:
     names: tuple[tuple[str, str], ...] = ()
     """Patterns in Hugging Face's tensor names, and what the Llama line calls the same."""
 
+    unread: tuple[str, ...] = ()
+    """Beginnings of the names of tensors that checkpoints have and a decoder does not read."""
+
     def canonical(self, name: str) -> str:
         """The name by which our layers know a checkpoint's tensor."""
         for pattern, replacement in self.names:
@@ -129,8 +132,8 @@ def dense_settings(reader: ConfigReader, family: str, **family_facts: Any) -> Mo
     if head_dim % 2:
         raise reader.error("head_dim", f"{head_dim} is odd; rotary embeddings need an even one")
     hidden_act = reader.choice("hidden_act", tuple(ACTIVATIONS), "silu")
-    if reader.number("partial_rotary_factor", 1.0) != 1.0:
-        raise reader.error("partial_rotary_factor", "only 1.0 is supported")
+    if "rotated_dim" not in family_facts:
+        _check_whole_rotation(reader)
     max_position_embeddings = reader.integer("max_position_embeddings", 2048)
     facts: dict[str, Any] = {
         "family": family,
@@ -258,7 +261,11 @@ def rope_parameters(reader: ConfigReader) -> ConfigReader | None:
 
 
 def rope_settings(
-    reader: ConfigReader, max_position_embeddings: int, default_theta: float = 10000.0
+    reader: ConfigReader,
+    max_position_embeddings: int,
+    default_theta: float = 10000.0,
+    *,
+    partial: bool = False,
 ) -> RopeSettings:
     """Reads ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (older).
 
@@ -268,6 +275,7 @@ def rope_settings(
         reader: The configuration.
         max_position_embeddings: The longest sequence the checkpoint is made for.
         default_theta: The family's default base.
+        partial: Whether the family rotates a part of each head.
     """
     rope = rope_parameters(reader)
     if rope is None:
@@ -277,8 +285,8 @@ def rope_settings(
         raise rope.error(unknown[0], "unknown; rotary settings per layer type are not supported")
     theta = rope.number("rope_theta", reader.number("rope_theta", default_theta))
     kind = rope.choice("rope_type", ROPE_TYPES, rope.choice("type", ROPE_TYPES, "default"))
-    if rope.number("partial_rotary_factor", 1.0) != 1.0:
-        raise rope.error("partial_rotary_factor", "only 1.0 is supported")
+    if not partial:
+        _check_whole_rotation(rope)
     if kind == "default":
         return RopeSettings(theta=theta)
     original = reader.integer(
@@ -308,6 +316,11 @@ def rope_settings(
         attention_factor=_yarn_attention_factor(rope, factor),
         truncate=rope.flag("truncate", True),
     )
+
+
+def _check_whole_rotation(reader: ConfigReader) -> None:
+    if reader.number("partial_rotary_factor", 1.0) != 1.0:
+        raise reader.error("partial_rotary_factor", "only 1.0 is supported")
 
 
 def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:

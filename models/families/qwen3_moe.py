@@ -26,13 +26,18 @@ def _settings(reader: ConfigReader) -> ModelSettings:
             top_k=8,
             intermediate_size=reader.integer("moe_intermediate_size", 768),
             router=RouterSettings(normalize=reader.flag("norm_topk_prob")),
-            layers=_expert_layers(reader, num_layers),
+            layers=expert_layers(reader, num_layers),
         ),
     )
 
 
-def _expert_layers(reader: ConfigReader, num_layers: int) -> frozenset[int]:
-    """Every ``decoder_sparse_step``-th layer, less those of ``mlp_only_layers``."""
+def expert_layers(reader: ConfigReader, num_layers: int) -> frozenset[int]:
+    """Every ``decoder_sparse_step``-th layer, less those of ``mlp_only_layers``.
+
+    Args:
+        reader: The configuration.
+        num_layers: Layers of the model.
+    """
     step = reader.integer("decoder_sparse_step", 1)
     dense = reader.config.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):

@@ -76,6 +76,8 @@ class AttentionShard(Module):
         self.kv_params = config.kv_params
         self.window = _effective_window(settings.windows[layer], config.max_seq_len)
         q_dim, kv_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.gated = settings.attention_gate
+        self.rotates_whole = settings.rotary_dim == self.head_dim
 
         def stacked(kind: str) -> tuple[Piece, ...]:
             transposed = settings.transposed and kind == "weight"
@@ -90,6 +92,20 @@ class AttentionShard(Module):
                 ]
                 name = f"{prefix}.qkv_proj.{kind}"
                 return tuple(rows_of(name, part, self.head_dim, transposed) for part in rows)
+            if self.gated:
+                queries, gates = (
+                    [
+                        Piece(f"{prefix}.q_proj.{kind}", rows=(at, at + self.head_dim))
+                        for head in heads
+                        for at in [(2 * head + behind_query) * self.head_dim]
+                    ]
+                    for behind_query in (0, 1)
+                )
+                keys, values = (
+                    rows_of(f"{prefix}.{name}_proj.{kind}", kv_heads, self.head_dim)
+                    for name in ("k", "v")
+                )
+                return (*queries, keys, values, *gates)
             return tuple(
                 rows_of(f"{prefix}.{name}_proj.{kind}", part, self.head_dim, transposed)
                 for name, part in parts.items()
@@ -100,7 +116,7 @@ class AttentionShard(Module):
             holder,
             stacked("weight"),
             settings.hidden_size,
-            q_dim + 2 * kv_dim,
+            q_dim + 2 * kv_dim + (q_dim if self.gated else 0),
             stacked("bias") if settings.qkv_bias else None,
             [
                 (width, config.adapter_slot(holder, layer, f"{name}_proj"))
@@ -153,13 +169,20 @@ class AttentionShard(Module):
         return ops.concat([*(norm(x, total) for norm, x, total in norms), values], axis=1)
 
     def __call__(self, qkv: TensorValue, step: Step) -> TensorValue:
-        """Queries, keys and values of this device to its part of [tokens, hidden]."""
+        """Queries, keys and values of this device to its part of [tokens, hidden].
+
+        Where heads are gated, the gates are behind the values.
+        """
         assert step.kv is not None
+        gates = None
+        if self.gated:
+            *parts, gates = ops.split(qkv, [*self.widths, self.widths[0]], axis=1)
+            qkv = ops.concat(parts, axis=1)
         layer = ops.constant(self.kv_layer, DType.uint32, DeviceRef.CPU())
         if self.clip is not None:
             largest = ops.constant(self.clip, qkv.dtype, qkv.device)
             qkv = ops.max(ops.min(qkv, largest), -largest)
-        fused = self.q_norm is None and step.rope is not None
+        fused = self.q_norm is None and step.rope is not None and self.rotates_whole
         queries = (
             self._rotate_and_store(qkv, step, layer)
             if fused
@@ -177,7 +200,10 @@ class AttentionShard(Module):
             scale=self.head_dim**-0.5,
             local_window_size=-1 if self.window is None else self.window,
         )
-        return self.o_proj(attended.reshape((-1, self.num_heads * self.head_dim)))
+        attended = attended.reshape((-1, self.num_heads * self.head_dim))
+        if gates is not None:
+            attended = attended.rebind(gates.shape) * ops.sigmoid(gates)
+        return self.o_proj(attended)
 
     def _rotate_and_store(self, qkv: TensorValue, step: Step, layer: TensorValue) -> TensorValue:
         assert step.rope is not None
@@ -206,14 +232,35 @@ class AttentionShard(Module):
         rope = step.rope
         if rope is not None:
             queries, keys = (
-                kernels.rope_ragged(
-                    heads, step.row_offsets, step.kv.cache_lengths, rope, interleaved=False
-                )
+                rotate_first(heads, step.row_offsets, step.kv.cache_lengths, rope)
                 for heads in (queries, keys)
             )
         kernels.store_k_cache_ragged(step.kv, keys, step.row_offsets, layer)
         kernels.store_v_cache_ragged(step.kv, values, step.row_offsets, layer)
         return queries
+
+
+def rotate_first(
+    heads: TensorValue, row_offsets: TensorValue, cache_lengths: TensorValue, table: TensorValue
+) -> TensorValue:
+    """Rotates the first dimensions of each head, as many as the table is wide, in two halves.
+
+    Args:
+        heads: [tokens, heads, width].
+        row_offsets: uint32 [sequences + 1].
+        cache_lengths: uint32 [sequences]: tokens of earlier steps.
+        table: float32 [positions, rotated] of (cos, sin) pairs.
+
+    Returns:
+        [tokens, heads, width].
+    """
+    width, rotated = int(heads.shape[2]), int(table.shape[1])
+    if width == rotated:
+        return kernels.rope_ragged(heads, row_offsets, cache_lengths, table, interleaved=False)
+    # MAX 26.7 rotates the two halves of a part of a head wrongly on the CPU.
+    first, kept = ops.split(heads, [rotated, width - rotated], axis=2)
+    first = kernels.rope_ragged(first, row_offsets, cache_lengths, table, interleaved=False)
+    return ops.concat([first, kept], axis=2)
 
 
 def _effective_window(window: int | None, max_seq_len: int) -> int | None:

@@ -14,9 +14,10 @@ from models.config import DecoderConfig
 from models.exchange import Exchange
 from models.kernels import expert_products, shares
 from models.layers.activations import ACTIVATIONS
+from models.layers.linear import Linear
 from models.layers.mlp import MLP
 from models.layers.router import Router
-from models.layers.shards import Sharded
+from models.layers.shards import PerDevice, Sharded
 from models.settings import ExpertSettings
 from models.weights import DeclaredWeight, FromCheckpoint, Piece
 
@@ -45,12 +46,20 @@ class MixtureOfExperts(Sharded):
         if experts.shared_size:
             prefix = f"layers.{layer}.mlp.shared_experts"
             self.shared = MLP(config, prefix, experts.shared_size)
+        if experts.shared_gate:
+            gate = f"layers.{layer}.mlp.shared_expert_gate.weight"
+            self.shared_gates = PerDevice(
+                config,
+                lambda holder: Linear(
+                    config, holder, (Piece(gate),), config.settings.hidden_size, 1
+                ),
+            )
 
     def __call__(
         self, xs: Sequence[TensorValue], collectives: Collectives, exchange: Exchange | None
     ) -> list[TensorValue]:
         """Per device [tokens, hidden] to [tokens, hidden]."""
-        parts = self.shared.parts(xs) if hasattr(self, "shared") else None
+        parts = self._shared_parts(xs) if hasattr(self, "shared") else None
         if exchange is None:
             routed = [
                 _weighted(shard(x, chosen), weights)
@@ -66,6 +75,14 @@ class MixtureOfExperts(Sharded):
             return routed
         shared = collectives.sum_in_replicas(parts)
         return [r + s for r, s in zip(routed, shared, strict=True)]
+
+    def _shared_parts(self, xs: Sequence[TensorValue]) -> list[TensorValue]:
+        """Per device, its part of the experts that every token takes."""
+        parts = self.shared.parts(xs)
+        if not hasattr(self, "shared_gates"):
+            return parts
+        gates = self.shared_gates(xs)
+        return [part * ops.sigmoid(gate) for part, gate in zip(parts, gates, strict=True)]
 
     def _route(self, xs: Sequence[TensorValue]) -> list[tuple[TensorValue, TensorValue]]:
         return [router(x) for router, x in zip(self.routers, xs, strict=True)]

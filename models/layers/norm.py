@@ -19,6 +19,7 @@ class RMSNorm(Module):
         tensor: The checkpoint tensor of the weight.
         dim: Its size.
         eps: The norm's epsilon; ``None`` is the model's.
+        offset: What is added to the weight; ``None`` is the model's.
     """
 
     def __init__(
@@ -28,9 +29,11 @@ class RMSNorm(Module):
         tensor: str,
         dim: int,
         eps: float | None = None,
+        offset: float | None = None,
     ) -> None:
         super().__init__()
         self.eps = config.settings.norm_eps if eps is None else eps
+        self.offset = config.settings.norm_offset if offset is None else offset
         self.weight = DeclaredWeight(
             "weight",
             config.dtype,
@@ -42,7 +45,7 @@ class RMSNorm(Module):
 
     def __call__(self, x: TensorValue) -> TensorValue:
         """Any shape whose last dimension is ``dim``."""
-        return ops.rms_norm(x, self.weight, self.eps, weight_offset=0.0)
+        return ops.rms_norm(x, self.weight, self.eps, weight_offset=self.offset)
 
 
 class DividedRMSNorm(Module):

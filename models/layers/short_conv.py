@@ -18,6 +18,7 @@ from models.layers.linear import Linear
 from models.layers.shards import SummedMixer
 from models.layers.step import Step
 from models.settings import ShortConvSettings
+from models.state import first_pool
 from models.weights import DeclaredWeight, Piece, columns_of, rows_of
 
 
@@ -52,7 +53,7 @@ class ShortConvShard(Module):
         prefix, hidden = f"layers.{layer}.conv", settings.hidden_size
         channels = placement.inner_columns(hidden, holder)
         self.channels, self.width = len(channels), conv.width
-        self.pool = settings.convolving(placement.layers).index(layer)
+        self.pool = first_pool(settings, placement, layer)
         # One tensor has the channels of b, of c and of x.
         parts = [range(channels.start + at, channels.stop + at) for at in (0, hidden, 2 * hidden)]
         weights, biases = (

@@ -12,6 +12,7 @@ reading it is exact) and computed here in float32. Beside it, expected.npz holds
     greedy_i   int64 [16]           the greedy continuation
     all_0      float32 [n, V]       every token's logits of the first prompt
 
+A model that keeps state has long_prompt, long_forced and long_logits too: a long decode.
 A model that takes images has images.npz too: the same of prompts with images (images_i names
 them), without all_0.
 """
@@ -36,6 +37,9 @@ FOLDER = Path(__file__).parent
 VOCABULARY = 256
 PROMPT_LENGTHS = (7, 1, 125, 200)
 NUM_FORCED = 6
+
+KEEPING_STATE = ("tiny_lfm2", "tiny_qwen3_next")
+NUM_DECODED = 64
 
 # One kernel shape for all: heads of 64, four for queries and two for keys and values.
 SHARED = {
@@ -173,6 +177,25 @@ MODELS = {
         "pad_token_id": 2,
         "tie_word_embeddings": False,
     },
+    "tiny_qwen3_next": EXPERTS
+    | {
+        "model_type": "qwen3_next",
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "shared_expert_intermediate_size": 16,
+        "mlp_only_layers": [1],
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.25,
+        },
+    },
 }
 
 # Their widths and heights.
@@ -224,7 +247,9 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        if parameter.dim() >= 2:
+        if name.endswith("A_log"):
+            values = 0.5 * noise - 2  # So that a memory outlasts a few tokens.
+        elif parameter.dim() >= 2:
             scale = 1.0 if "embed" in name else 1.4 * parameter.shape[-1] ** -0.5
             values = scale * noise
         elif name.endswith("bias"):
@@ -320,6 +345,12 @@ def make_model(name: str) -> None:
         expected[f"greedy_{index}"] = np.array(greedy(model, prompt, 16))
         if index == 0:
             expected["all_0"] = logits_of(model, prompt).numpy()
+    if name in KEEPING_STATE:
+        generator = np.random.default_rng(seed)
+        prompt, forced = (generator.integers(3, VOCABULARY, count) for count in (9, NUM_DECODED))
+        rows = logits_of(model, [*prompt.tolist(), *forced.tolist()])
+        expected |= {"long_prompt": prompt, "long_forced": forced}
+        expected["long_logits"] = rows[len(prompt) - 1 :].numpy()
     folder = FOLDER / name
     if name == "tiny_idefics3":
         make_images(model, folder)
