@@ -14,7 +14,7 @@ from max.pipelines.lib.graph_specs import GraphSpec
 
 from builder.build import Registration
 from models.graphs import RoleModules, load_specs
-from models.kernels import KERNELS
+from models.kernels import kernel_library
 from models.registration_graph_api import GraphApiDecoderPipelineModel
 from models.vision import VisionEncoder
 from models.weights import WeightLoader
@@ -95,7 +95,7 @@ def compile_together(
         specs |= role_modules(registration).specs(loaded, f"{number}.")
         loaders.append(loaded)
     module = {
-        role: replace(spec, group="together", custom_extensions=() if at else (KERNELS,))
+        role: replace(spec, group="together", custom_extensions=() if at else (kernel_library(),))
         for at, (role, spec) in enumerate(specs.items())
     }
     before = _cached_graphs()

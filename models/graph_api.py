@@ -14,7 +14,7 @@ from max.nn.layer import Module
 
 from models.config import DecoderConfig
 from models.contract import resolve_contract
-from models.kernels import KERNELS
+from models.kernels import kernel_library
 from models.role_contracts import DecoderInputs, DecoderOutputs
 from models.weights import DeclaredWeight
 
@@ -68,7 +68,7 @@ class RoleModule(Module):
             type(self).__qualname__ if name is None else name,
             forward,
             input_types=input_types,
-            custom_extensions=list({KERNELS, *custom_extensions}),
+            custom_extensions=list({kernel_library(), *custom_extensions}),
             module=module,
             is_device_graph=is_device_graph,
         )

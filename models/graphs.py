@@ -21,7 +21,7 @@ from max.pipelines.lib.graph_specs import (
 from models.batch_processor import stage_role
 from models.buffers import zeroed
 from models.graph_api import GraphApiModule, RoleModule
-from models.kernels import KERNELS
+from models.kernels import kernel_library
 from models.vision import VisionEncoder
 from models.weights import WeightLoader, declared_weights
 
@@ -68,7 +68,7 @@ class RoleModules:
                 # They compile together, which shares the kernels that are alike.
                 group=GraphRole.DECODER.value if several else None,
                 # Each graph loads our kernels; a module of graphs is given them once.
-                custom_extensions=() if specs else (KERNELS,),
+                custom_extensions=() if specs else (kernel_library(),),
             )
         return specs
 

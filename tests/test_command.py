@@ -280,7 +280,7 @@ def test_sweep_goes_on_after_a_job_that_is_refused(tmp_path: Path) -> None:
 def test_verbose_shows_the_traceback(tmp_path: Path) -> None:
     done = rolecall(tmp_path, "-v", *TINY, "deployment.vision=true", status=2)
     assert "Traceback" in done.stderr
-    assert "deployment.vision: not supported" in done.stderr
+    assert "deployment.vision: true, but llama takes text alone" in done.stderr
 
 
 def test_plan_writes_its_files_without_a_session_and_at_once(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from builder.compile import process_session
 from models.collectives import collectives_for
 from models.config import DecoderConfig
 from models.exchange import HostExchange, HostExchangeBuffers, exchange_types
-from models.kernels import KERNELS
+from models.kernels import kernel_library
 from models.layers.experts import MixtureOfExperts
 from models.placement import Placement
 from models.registration_graph_api import GraphApiDecoderPipelineModel
@@ -222,7 +222,9 @@ def _layer(name: str) -> Model:
     xs = [TensorType(DType.float32, [dim, HIDDEN], CPU) for dim in dims]
     buffers = exchange_types(experts, placement, HIDDEN, MAX_TOKENS)
     flat, structure = tree.flatten(buffers)
-    with Graph("layer", input_types=[total, *xs, *flat], custom_extensions=[KERNELS]) as graph:
+    with Graph(
+        "layer", input_types=[total, *xs, *flat], custom_extensions=[kernel_library()]
+    ) as graph:
         values = [value.tensor for value in graph.inputs[1 : 1 + len(xs)]]
         received = tree.unflatten(structure, [v.buffer for v in graph.inputs[1 + len(xs) :]])
         devices = [values[placement.replica(d)] for d in range(len(placement.devices))]

@@ -14,9 +14,9 @@ from max.graph import BufferType, DeviceRef, Graph, TensorType
 
 from builder.compile import process_session
 from models.kernels import (
-    KERNELS,
     expert_products,
     gated_delta,
+    kernel_library,
     latent_attention,
     latent_context,
     matmul,
@@ -31,7 +31,7 @@ CPU = DeviceRef.CPU()
 @cache
 def _matmul() -> Model:
     types = [TensorType(DType.float32, shape, CPU) for shape in (["m", "k"], ["n", "k"])]
-    with Graph("matmul", input_types=types, custom_extensions=[KERNELS]) as graph:
+    with Graph("matmul", input_types=types, custom_extensions=[kernel_library()]) as graph:
         x, weight = (value.tensor for value in graph.inputs)
         graph.output(matmul(x, weight))
     return process_session().load(graph)
@@ -55,7 +55,7 @@ def _expert_products() -> Model:
         TensorType(DType.int32, ["tokens", "choices"], CPU),
         TensorType(DType.float32, ["experts_n", "k"], CPU),
     ]
-    with Graph("experts", input_types=types, custom_extensions=[KERNELS]) as graph:
+    with Graph("experts", input_types=types, custom_extensions=[kernel_library()]) as graph:
         x, experts, weight = (value.tensor for value in graph.inputs)
         graph.output(expert_products(x, experts, weight, NUM_COLUMNS))
     return process_session().load(graph)
@@ -110,7 +110,7 @@ def _latent_attention() -> Model:
         BufferType(DType.float32, ["capacity", RANK + ROPE], CPU),
         *tree.leaves(LATENTS.get_symbolic_inputs()),
     ]
-    with Graph("latent", input_types=types, custom_extensions=[KERNELS]) as graph:
+    with Graph("latent", input_types=types, custom_extensions=[kernel_library()]) as graph:
         queries, weight, length, offsets = (value.tensor for value in graph.inputs[:4])
         workspace = graph.inputs[4].buffer
         (kv,) = LATENTS.unflatten_kv_inputs(iter(graph.inputs[5:]))
@@ -223,7 +223,9 @@ def _vision_and_delta() -> Model:
         TensorType(DType.uint32, ["sequences"], CPU),
         TensorType(DType.bool, ["sequences"], CPU),
     ]
-    with Graph("vision_and_delta", input_types=types, custom_extensions=[KERNELS]) as graph:
+    with Graph(
+        "vision_and_delta", input_types=types, custom_extensions=[kernel_library()]
+    ) as graph:
         qkv, x, rows, at, pool, *delta = graph.inputs
         graph.output(
             patch_attention(qkv.tensor, HEADS, PATCHES, 0.3),
@@ -238,7 +240,7 @@ def _attended(qkv: np.ndarray) -> np.ndarray:
     queries, keys, values = np.moveaxis(parts, 2, 0)
     scores = np.exp(0.3 * np.einsum("ilhd,imhd->ihlm", queries, keys))
     weights = scores / scores.sum(-1, keepdims=True)
-    return np.einsum("ihlm,imhd->ilhd", weights, values).reshape(len(qkv), -1)
+    return np.einsum("ihlm,imhd->ilhd", weights, values).reshape(len(qkv), HEADS * WIDTH)
 
 
 def _remembered(
