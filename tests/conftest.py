@@ -110,8 +110,7 @@ TOGETHER = (
         *_deployments("tiny_llama", "pp2", "pp3_uneven", "pp2_tp2"),
         SHARED_TABLE,
     ),
-    (LORA, *LORA_PARALLEL),
-    (VISION, *VISION_PARALLEL),
+    (LORA, *LORA_PARALLEL, VISION, *VISION_PARALLEL),
     _deployments("tiny_deepseek_v3", "cpu", "ep2", "ep2_tp2", "ep4_dp4"),
 )
 """Deployments that are compiled as one module, which takes a fraction of the time."""

@@ -202,19 +202,19 @@ def test_context_that_the_workspace_does_not_hold_is_an_error() -> None:
         _attend([9, 3], [1, 3], capacity=16)
 
 
-HEADS, PATCHES, WIDTH = 3, 21, 20
-VALUE_HEADS, KEY_HEADS, KEY, VALUE, SLOTS = 4, 2, 12, 19, 3
+PATCH_HEADS, PATCHES, WIDTH = 3, 21, 20
+VALUE_HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM, SLOTS = 4, 2, 12, 19, 3
 
 
 @cache
 def _vision_and_delta() -> Model:
     """Three kernels in one graph, which compiles in the time of one."""
-    delta_width = 2 * KEY_HEADS * KEY + VALUE_HEADS * VALUE
+    delta_width = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     types = [
-        TensorType(DType.float32, ["patches", 3 * HEADS * WIDTH], CPU),
+        TensorType(DType.float32, ["patches", 3 * PATCH_HEADS * WIDTH], CPU),
         *(TensorType(DType.float32, [rows, 5], CPU) for rows in ("tokens", "rows")),
         TensorType(DType.int32, ["rows"], CPU),
-        BufferType(DType.float32, [SLOTS, VALUE_HEADS, KEY, VALUE], CPU),
+        BufferType(DType.float32, [SLOTS, VALUE_HEADS, KEY_DIM, VALUE_DIM], CPU),
         *(
             TensorType(DType.float32, ["steps", width], CPU)
             for width in (delta_width, VALUE_HEADS, VALUE_HEADS)
@@ -228,7 +228,7 @@ def _vision_and_delta() -> Model:
     ) as graph:
         qkv, x, rows, at, pool, *delta = graph.inputs
         graph.output(
-            patch_attention(qkv.tensor, HEADS, PATCHES, 0.3),
+            patch_attention(qkv.tensor, PATCH_HEADS, PATCHES, 0.3),
             place_rows(x.tensor, rows.tensor, at.tensor),
             gated_delta(pool.buffer, *(value.tensor for value in delta)),
         )
@@ -236,26 +236,26 @@ def _vision_and_delta() -> Model:
 
 
 def _attended(qkv: np.ndarray) -> np.ndarray:
-    parts = qkv.astype(np.float64).reshape(-1, PATCHES, 3, HEADS, WIDTH)
+    parts = qkv.astype(np.float64).reshape(-1, PATCHES, 3, PATCH_HEADS, WIDTH)
     queries, keys, values = np.moveaxis(parts, 2, 0)
     scores = np.exp(0.3 * np.einsum("ilhd,imhd->ihlm", queries, keys))
     weights = scores / scores.sum(-1, keepdims=True)
-    return np.einsum("ihlm,imhd->ilhd", weights, values).reshape(len(qkv), HEADS * WIDTH)
+    return np.einsum("ihlm,imhd->ilhd", weights, values).reshape(len(qkv), PATCH_HEADS * WIDTH)
 
 
 def _remembered(
     memory: np.ndarray, qkv: np.ndarray, decay: np.ndarray, beta: np.ndarray, head: int
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     """The rule as the paper writes it, for one head of one sequence, in float64."""
-    read, at = [], head // (VALUE_HEADS // KEY_HEADS) * KEY
+    read, at = [], head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM
     for row, kept, near in zip(qkv.astype(np.float64), decay[:, head], beta[:, head], strict=True):
-        query = row[at : at + KEY]
-        key = row[KEY_HEADS * KEY + at : KEY_HEADS * KEY + at + KEY]
-        value = row[2 * KEY_HEADS * KEY :].reshape(VALUE_HEADS, VALUE)[head]
+        query = row[at : at + KEY_DIM]
+        key = row[KEY_HEADS * KEY_DIM + at : KEY_HEADS * KEY_DIM + at + KEY_DIM]
+        value = row[2 * KEY_HEADS * KEY_DIM :].reshape(VALUE_HEADS, VALUE_DIM)[head]
         query, key = (x / np.sqrt(x @ x + 1e-6) for x in (query, key))
         memory = memory * np.exp(kept)
         memory = memory + np.outer(key, near * (value - key @ memory))
-        read.append(query / np.sqrt(KEY) @ memory)
+        read.append(query / np.sqrt(KEY_DIM) @ memory)
     return memory, read
 
 
@@ -266,11 +266,11 @@ def test_vision_and_delta_kernels_are_numpys(images: int) -> None:
     def normal(*shape: int) -> np.ndarray:
         return generator.standard_normal(shape, np.float32)
 
-    qkv, x, rows = normal(images * PATCHES, 3 * HEADS * WIDTH), normal(9, 5), normal(4, 5)
+    qkv, x, rows = normal(images * PATCHES, 3 * PATCH_HEADS * WIDTH), normal(9, 5), normal(4, 5)
     at = np.array([8, -1, 0, -1], np.int32)
-    pool = normal(SLOTS, VALUE_HEADS, KEY, VALUE)
+    pool = normal(SLOTS, VALUE_HEADS, KEY_DIM, VALUE_DIM)
     memories = pool.astype(np.float64)
-    step = normal(8, 2 * KEY_HEADS * KEY + VALUE_HEADS * VALUE)
+    step = normal(8, 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM)
     decay, beta = -np.abs(normal(8, VALUE_HEADS)), np.abs(normal(8, VALUE_HEADS))
     offsets, slots = np.array([0, 7, 8], np.uint32), np.array([2, 0], np.uint32)
     started = np.array([False, True])
@@ -287,6 +287,6 @@ def test_vision_and_delta_kernels_are_numpys(images: int) -> None:
             memory, read = _remembered(
                 memories[slot, head], step[part], decay[part], beta[part], head
             )
-            found = remembered.reshape(8, VALUE_HEADS, VALUE)[part, head]
+            found = remembered.reshape(8, VALUE_HEADS, VALUE_DIM)[part, head]
             np.testing.assert_allclose(found, read, atol=1e-5)
             np.testing.assert_allclose(pool[slot, head], memory, atol=1e-5)

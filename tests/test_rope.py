@@ -14,6 +14,7 @@ from max.graph import DeviceRef, Graph, TensorType
 from builder.compile import process_session
 from models.errors import ConfigError
 from models.families.base import ConfigReader, rope_settings
+from models.layers.attention import rotate_first
 from models.layers.latent_attention import rotate_last
 from models.layers.rope import inverse_frequencies, rope_table
 from models.settings import RopeSettings
@@ -79,8 +80,7 @@ def test_scaling_given_by_hand_wins_over_saved_parameters() -> None:
     assert (settings.rope_type, settings.factor, settings.theta) == ("linear", 2.0, 500.0)
 
 
-@pytest.mark.parametrize("interleaved", [True, False])
-def test_last_dimensions_of_a_head_are_rotated(interleaved: bool) -> None:
+def test_last_dimensions_of_a_head_are_rotated() -> None:
     heads, width, rotated, first, tokens = 3, 16, 6, 4, 5
     types = [
         TensorType(DType.float32, ["tokens", heads, width], CPU),
@@ -89,14 +89,23 @@ def test_last_dimensions_of_a_head_are_rotated(interleaved: bool) -> None:
         TensorType(DType.float32, ["positions", rotated], CPU),
     ]
     with Graph("rotate", input_types=types) as graph:
-        graph.output(rotate_last(*(value.tensor for value in graph.inputs), interleaved))
+        values = [value.tensor for value in graph.inputs]
+        graph.output(rotate_last(*values, True), rotate_last(*values, False), rotate_first(*values))
     x = np.random.default_rng(0).standard_normal((tokens, heads, width), np.float32)
     table = rope_table(RopeSettings(theta=10000.0), rotated, 32)
     inputs = (x, np.array([0, tokens], np.uint32), np.array([first], np.uint32), table)
-    (found,) = process_session().load(graph).execute(*map(Buffer.from_numpy, inputs))
+    outputs = process_session().load(graph).execute(*map(Buffer.from_numpy, inputs))
+    pairs, halves, first_halves = (output.to_numpy() for output in outputs)
     cos, sin = (table[first : first + tokens, None, at::2] for at in (0, 1))
+
+    def turned(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return a * cos - b * sin, b * cos + a * sin
+
     kept, last = x[..., :-rotated], x[..., -rotated:]
-    pairs = (last[..., 0::2], last[..., 1::2]) if interleaved else np.split(last, 2, axis=-1)
-    turned = (pairs[0] * cos - pairs[1] * sin, pairs[1] * cos + pairs[0] * sin)
-    last = np.stack(turned, -1).reshape(last.shape) if interleaved else np.concatenate(turned, -1)
-    np.testing.assert_allclose(found.to_numpy(), np.concatenate([kept, last], -1), atol=1e-6)
+    together = np.stack(turned(last[..., 0::2], last[..., 1::2]), -1).reshape(last.shape)
+    np.testing.assert_allclose(pairs, np.concatenate([kept, together], -1), atol=1e-6)
+    apart = np.concatenate(turned(*np.split(last, 2, axis=-1)), -1)
+    np.testing.assert_allclose(halves, np.concatenate([kept, apart], -1), atol=1e-6)
+    begin, behind = x[..., :rotated], x[..., rotated:]
+    apart = np.concatenate(turned(*np.split(begin, 2, axis=-1)), -1)
+    np.testing.assert_allclose(first_halves, np.concatenate([apart, behind], -1), atol=1e-6)
