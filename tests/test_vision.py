@@ -361,3 +361,13 @@ def test_plan_lists_what_the_encoders_graph_takes() -> None:
     assert [leaf["path"] for leaf in inputs] == ["patches.0", "signals.0", "signals.1"]
     # 512 tokens reach 56 crops of 9 whole, and parts of two of each of 8 sequences.
     assert inputs[0]["max_bytes"] == (56 + 16) * 36 * 48 * 4
+
+
+def test_fragments_add_images_and_adapters_to_any_deployment() -> None:
+    (stage,) = plan_for(VISION[0], "deployment=tp2", "+lora=rank16", "+vision=images").stages
+    fields = {field.name: len(field.leaves) for field in stage.contract.fields if field.present}
+    # On each of two devices an A and a B of seven products in four layers, behind the routing.
+    assert fields["lora"] == 3 + 2 * 4 * 7 * 2
+    assert fields["vision"] == 4
+    (golden,) = plan_for(VISION[0], "deployment=lora_tp2").stages
+    assert golden.contract.inputs.lora == stage.contract.inputs.lora
