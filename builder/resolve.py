@@ -7,7 +7,7 @@ check of one setting against another is here or in ``checks``, before anything i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from max.dtype import DType
 from max.graph import DeviceRef
@@ -24,23 +24,13 @@ from builder.memory import (
 )
 from builder.schema import DeploymentConfig, Encoding, Logits, ModelConfig
 from models.checkpoints import Checkpoint
-from models.collectives import signal_bytes
-from models.config import Declarations, DecoderConfig, VisionConfig
+from models.config import DecoderConfig, VisionConfig
 from models.contract import Contract
-from models.decoder import (
-    CausalDecoder,
-    boundary_types,
-    constant_weights,
-    reads_token_embedding,
-    scratch_types,
-)
-from models.exchange import exchange_types
-from models.kv_cache import kv_cache_params
-from models.layers.vocabulary import TOKEN_EMBEDDING
-from models.lora import Adapter, lora_types
+from models.decoder import CausalDecoder, constant_weights
+from models.finalize import ServingLimits, decoder_config, vision_config
+from models.lora import Adapter
 from models.placement import Placement, even_counts, split_layers
 from models.settings import ModelSettings
-from models.state import state_types
 from models.vision import VISION_PARTS, VisionEncoder
 from models.weights import declared_weights, expected_shapes
 
@@ -144,16 +134,30 @@ def resolve(
     max_length = _max_length(deployment, settings)
     checks.check_windows(settings, max_length)
     num_pages = _num_pages(deployment, max_length)
+    limits = ServingLimits(
+        max_seq_len=max_length,
+        max_batch_size=deployment.batch.max_batch_size,
+        max_batch_input_tokens=deployment.batch.max_batch_input_tokens,
+        page_size=deployment.kv.page_size,
+        num_pages=num_pages,
+    )
     stages, weights, constants = [], [], []
     for placement in _placements(deployment, settings):
-        config = _decoder_config(
-            deployment, settings, placement, DTYPES[model.encoding], max_length, num_pages, logits
+        config = decoder_config(
+            settings,
+            placement,
+            DTYPES[model.encoding],
+            limits,
+            return_logits=logits,
+            constants=tuple(deployment.constants),
+            lora=lora_limits(deployment),
+            vision=deployment.vision,
         )
         decoder = CausalDecoder(config)
         stages.append(Stage(config=config, contract=decoder.contract))
         weights.append(declared_weights(decoder))
         constants.append([w for shards in constant_weights(config).values() for w in shards])
-    vision = _vision_config(deployment, settings, stages[0].config)
+    vision = vision_config(stages[0].config)
     encoder = [] if vision is None else list(declared_weights(VisionEncoder(vision)).values())
     every = [*(w for named in weights for w in named.values()), *encoder]
     # Stages share a constant's buffers: the ones of the first that takes it.
@@ -185,7 +189,7 @@ def resolve(
         adapters=open_adapters(
             deployment, checkpoint, [stage.config.placement for stage in stages]
         ),
-        limits=_limits(deployment, settings, num_pages, max_length),
+        limits=_dimension_limits(deployment.parallel.data, limits, settings),
         obstacles=checks.obstacles(model, deployment, checkpoint, [(items, devices)]),
     )
 
@@ -207,84 +211,6 @@ def _placements(deployment: DeploymentConfig, settings: ModelSettings) -> list[P
         )
         for stage, layers in enumerate(split_layers(settings.num_layers, counts))
     ]
-
-
-def _decoder_config(
-    deployment: DeploymentConfig,
-    settings: ModelSettings,
-    placement: Placement,
-    dtype: DType,
-    max_length: int,
-    num_pages: int,
-    return_logits: ReturnLogits,
-) -> DecoderConfig:
-    page_size = deployment.kv.page_size
-    batch = deployment.batch
-    lora = lora_limits(deployment)
-    pages = min(num_pages, batch.max_batch_size * _pages_per_sequence(deployment, max_length))
-    constants = tuple(
-        name
-        for name in deployment.constants
-        if name == TOKEN_EMBEDDING and reads_token_embedding(settings, placement)
-    )
-    config = DecoderConfig(
-        settings=settings,
-        placement=placement,
-        dtype=dtype,
-        kv_params=kv_cache_params(settings, placement, dtype, page_size),
-        max_seq_len=max_length,
-        max_batch_size=batch.max_batch_size,
-        max_batch_input_tokens=batch.max_batch_input_tokens,
-        max_context_length=pages * page_size,
-        return_logits=return_logits,
-        constants=constants,
-        lora=lora,
-    )
-    return replace(
-        config,
-        declarations=Declarations(
-            vision=deployment.vision and placement.is_first,
-            signal_bytes=signal_bytes(placement),
-            token_positions=settings.rope is None and placement.is_first,
-            takes_batch_context_lengths=settings.latent is not None,
-            state=state_types(settings, placement, dtype, batch.max_batch_size),
-            lora=None if lora is None else lora_types(settings, placement, lora),
-            ep=_exchange_types(config),
-            scratch=scratch_types(config),
-            constants={
-                name: tuple(weight.input_type for weight in shards)
-                for name, shards in constant_weights(config).items()
-            }
-            or None,
-            stage_boundary=None if placement.is_first else boundary_types(config),
-        ),
-    )
-
-
-def _vision_config(
-    deployment: DeploymentConfig, settings: ModelSettings, first: DecoderConfig
-) -> VisionConfig | None:
-    """The encoder's configuration, on the devices of the first stage."""
-    if not deployment.vision:
-        return None
-    assert settings.vision is not None, "images for a model of text alone are refused"
-    placement = replace(first.placement, layers=range(settings.vision.num_layers))
-    return VisionConfig(
-        settings=settings.vision,
-        hidden_size=settings.hidden_size,
-        placement=placement,
-        dtype=first.dtype,
-        signal_bytes=signal_bytes(placement),
-    )
-
-
-def _exchange_types(config: DecoderConfig) -> object:
-    experts, placement = config.settings.experts, config.placement
-    if placement.expert == 1:
-        return None
-    assert experts is not None, "expert parallelism of a dense model is refused"
-    hidden = config.settings.hidden_size
-    return exchange_types(experts, placement, hidden, config.max_batch_input_tokens)
 
 
 def _max_length(deployment: DeploymentConfig, settings: ModelSettings) -> int:
@@ -309,24 +235,25 @@ def _pages_per_sequence(deployment: DeploymentConfig, max_length: int) -> int:
     return -(-max_length // deployment.kv.page_size)
 
 
-def _limits(
-    deployment: DeploymentConfig, settings: ModelSettings, num_pages: int, max_length: int
+def _dimension_limits(
+    replicas: int, limits: ServingLimits, settings: ModelSettings
 ) -> dict[str, int]:
-    batch, replicas = deployment.batch, deployment.parallel.data
-    limits = {
-        "total_seq_len": replicas * batch.max_batch_input_tokens,
-        "input_row_offsets_len": replicas * batch.max_batch_size + 1,
-        "total_num_pages": num_pages + 1,
-        "num_image_tokens": batch.max_batch_input_tokens,
-        "lora_groups": replicas * batch.max_batch_size,
-        "lora_grouped_offsets_len": replicas * batch.max_batch_size + 1,
+    """The largest value of each symbolic dimension of the contract."""
+    assert limits.num_pages is not None, "resolve chooses the number of pages"
+    found = {
+        "total_seq_len": replicas * limits.max_batch_input_tokens,
+        "input_row_offsets_len": replicas * limits.max_batch_size + 1,
+        "total_num_pages": limits.num_pages + 1,
+        "num_image_tokens": limits.max_batch_input_tokens,
+        "lora_groups": replicas * limits.max_batch_size,
+        "lora_grouped_offsets_len": replicas * limits.max_batch_size + 1,
     }
     for replica in range(replicas):
-        limits[f"replica_{replica}_batch_size"] = batch.max_batch_size
-        limits[f"replica_{replica}_max_num_pages"] = _pages_per_sequence(deployment, max_length)
-        limits[f"replica_{replica}_seq_len"] = batch.max_batch_input_tokens
+        found[f"replica_{replica}_batch_size"] = limits.max_batch_size
+        found[f"replica_{replica}_max_num_pages"] = limits.pages_per_sequence
+        found[f"replica_{replica}_seq_len"] = limits.max_batch_input_tokens
         if settings.vision is not None:
             # A step's tokens reach whole crops, and parts of two of each sequence.
-            whole = batch.max_batch_input_tokens // settings.vision.tokens_per_crop
-            limits[f"replica_{replica}_num_crops"] = whole + 2 * batch.max_batch_size
-    return limits
+            whole = limits.max_batch_input_tokens // settings.vision.tokens_per_crop
+            found[f"replica_{replica}_num_crops"] = whole + 2 * limits.max_batch_size
+    return found

@@ -22,7 +22,11 @@ from models.settings import ModelSettings
 
 
 def kv_cache_params(
-    settings: ModelSettings, placement: Placement, dtype: DType, page_size: int
+    settings: ModelSettings,
+    placement: Placement,
+    dtype: DType,
+    page_size: int,
+    prefix_caching: bool = False,
 ) -> KVCacheParams | None:
     """The KV cache of a stage's layers; ``None`` where none of them attends.
 
@@ -31,6 +35,7 @@ def kv_cache_params(
         placement: The stage's devices and layers.
         dtype: The dtype of what is cached.
         page_size: Tokens of a page.
+        prefix_caching: Whether sequences that begin alike share pages.
     """
     if not settings.attending(placement.layers):
         return None
@@ -40,6 +45,7 @@ def kv_cache_params(
         "page_size": page_size,
         "devices": list(placement.devices),
         "data_parallel_degree": placement.data,
+        "enable_prefix_caching": prefix_caching,
     }
     # MAX divides heads over all devices of a replica; where each of them has all, it is given more.
     copies = placement.group // placement.tensor

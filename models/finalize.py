@@ -1,0 +1,148 @@
+"""Completes a model's settings with a deployment: the configurations its modules are built from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from max.dtype import DType
+from max.nn.transformer import ReturnLogits
+
+from models.collectives import signal_bytes
+from models.config import Declarations, DecoderConfig, VisionConfig
+from models.decoder import boundary_types, constant_weights, reads_token_embedding, scratch_types
+from models.exchange import exchange_types
+from models.kv_cache import kv_cache_params
+from models.layers.vocabulary import TOKEN_EMBEDDING
+from models.lora import LoraLimits, lora_types
+from models.placement import Placement
+from models.settings import ModelSettings
+from models.state import state_types
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingLimits:
+    """How much a replica serves at once."""
+
+    max_seq_len: int
+    """The longest sequence, prompt and continuation, in tokens."""
+
+    max_batch_size: int
+    """Sequences of a step."""
+
+    max_batch_input_tokens: int
+    """Tokens of a step."""
+
+    page_size: int
+    """Tokens of a KV page."""
+
+    num_pages: int | None = None
+    """KV pages; ``None`` is enough for every sequence to be the longest."""
+
+    prefix_caching: bool = False
+    """Whether sequences that begin alike share pages."""
+
+    @property
+    def pages_per_sequence(self) -> int:
+        """Pages of the longest sequence."""
+        return -(-self.max_seq_len // self.page_size)
+
+    @property
+    def max_context_length(self) -> int:
+        """The most tokens that the pages of one step's sequences hold."""
+        pages = self.max_batch_size * self.pages_per_sequence
+        return (pages if self.num_pages is None else min(self.num_pages, pages)) * self.page_size
+
+
+def decoder_config(
+    settings: ModelSettings,
+    placement: Placement,
+    dtype: DType,
+    limits: ServingLimits,
+    *,
+    return_logits: ReturnLogits = ReturnLogits.LAST_TOKEN,
+    constants: tuple[str, ...] = (),
+    lora: LoraLimits | None = None,
+    vision: bool = False,
+) -> DecoderConfig:
+    """The finalized configuration of one stage, completed with what it declares.
+
+    Args:
+        settings: The model.
+        placement: The stage's devices and layers.
+        dtype: The dtype of weights and activations.
+        limits: How much a replica serves at once.
+        return_logits: Which logits the graph returns.
+        constants: Weights held as inputs, by the stages that read them.
+        lora: The adapters that are served; ``None`` for none.
+        vision: Whether images are served.
+    """
+    config = DecoderConfig(
+        settings=settings,
+        placement=placement,
+        dtype=dtype,
+        kv_params=kv_cache_params(
+            settings, placement, dtype, limits.page_size, limits.prefix_caching
+        ),
+        max_seq_len=limits.max_seq_len,
+        max_batch_size=limits.max_batch_size,
+        max_batch_input_tokens=limits.max_batch_input_tokens,
+        max_context_length=limits.max_context_length,
+        return_logits=return_logits,
+        constants=tuple(
+            name
+            for name in constants
+            if name == TOKEN_EMBEDDING and reads_token_embedding(settings, placement)
+        ),
+        lora=lora,
+    )
+    return replace(
+        config,
+        declarations=Declarations(
+            vision=vision and placement.is_first,
+            signal_bytes=signal_bytes(placement),
+            token_positions=settings.rope is None and placement.is_first,
+            takes_batch_context_lengths=settings.latent is not None,
+            state=state_types(settings, placement, dtype, limits.max_batch_size),
+            lora=None if lora is None else lora_types(settings, placement, lora),
+            ep=_exchange_types(config),
+            scratch=scratch_types(config),
+            constants={
+                name: tuple(weight.input_type for weight in shards)
+                for name, shards in constant_weights(config).items()
+            }
+            or None,
+            stage_boundary=None if placement.is_first else boundary_types(config),
+        ),
+    )
+
+
+def vision_config(first: DecoderConfig) -> VisionConfig | None:
+    """The image encoder's configuration, on the devices of the first stage.
+
+    Args:
+        first: That stage's configuration.
+
+    Returns:
+        ``None`` where it takes no images.
+    """
+    vision = first.settings.vision
+    if not first.declarations.vision:
+        return None
+    assert vision is not None, "images for a model of text alone are refused"
+    placement = replace(first.placement, layers=range(vision.num_layers))
+    return VisionConfig(
+        settings=vision,
+        hidden_size=first.settings.hidden_size,
+        placement=placement,
+        dtype=first.dtype,
+        signal_bytes=signal_bytes(placement),
+    )
+
+
+def _exchange_types(config: DecoderConfig) -> object:
+    experts, placement = config.settings.experts, config.placement
+    if placement.expert == 1:
+        return None
+    assert experts is not None, "expert parallelism of a dense model is refused"
+    hidden = config.settings.hidden_size
+    return exchange_types(experts, placement, hidden, config.max_batch_input_tokens)
