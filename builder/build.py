@@ -117,6 +117,7 @@ def _planned(stages: tuple[DecoderConfig, ...], vision: VisionConfig | None) -> 
         def __init__(self) -> None:
             self.stages = stages
             self.vision = vision
+            self.max_batch_size = stages[0].max_batch_size
 
         @classmethod
         def initialize(cls, *_: Any, **__: Any) -> PlannedConfig:

@@ -26,6 +26,7 @@ class JobFolder:
         "scores.jsonl",
         "verify.json",
         "metrics.json",
+        "server.json",
         STATUS,
     )
     """Every file that a job may write."""

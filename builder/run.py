@@ -156,7 +156,7 @@ class Runner:
 
     def _release(self, context: TextContext) -> None:
         self._kv.release(context)
-        self.model.release_request(context.request_id)
+        self.model.release(context.request_id)
 
     def _pages(self, request: Request) -> int:
         return -(-(len(request.prompt_ids) + request.max_new_tokens) // self._page_size)

@@ -264,10 +264,25 @@ class VerifyTask:
     """The largest absolute difference of logits that passes."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServeTask:
+    """MAX's own server with our decoder, in OpenAI's protocol."""
+
+    host: str = "127.0.0.1"
+    """The interface that it listens on."""
+
+    port: int = 8000
+    """The port that it listens on."""
+
+    metrics_port: int = 8001
+    """The port of its metrics, in Prometheus' format."""
+
+
 TASKS: dict[str, type[Any]] = {
     "generate": GenerateTask,
     "plan": PlanTask,
     "score": ScoreTask,
+    "serve": ServeTask,
     "verify": VerifyTask,
 }
 """Each task's schema."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,12 +35,18 @@ from models.state import DeviceState, RequestStateStore, StateRow
 class DecoderArchConfig(Protocol):
     """The architecture configuration that a registration brings (MAX's ``ArchConfigWithKVCache``).
 
-    Its ``stages`` are the finalized configurations that the decoders are constructed from: one,
-    or one per pipeline stage. ``vision`` is the image encoder's, where there is one.
+    Its ``stages`` are the finalized configurations that the decoders are constructed from: one, or
+    one per pipeline stage; they are read once ``max_batch_size`` is known. ``vision`` is the image
+    encoder's, where there is one.
     """
 
-    stages: tuple[DecoderConfig, ...]
+    max_batch_size: int
     vision: VisionConfig | None
+
+    @property
+    def stages(self) -> tuple[DecoderConfig, ...]:
+        """One configuration per stage."""
+        ...
 
     def get_kv_params(self) -> KVCacheParamInterface:
         """The KV cache parameters."""
@@ -111,13 +118,18 @@ class GraphApiDecoderBatchProcessor(
 
     def __init__(self, config: DecoderArchConfig, runtime: BatchProcessorRuntime) -> None:
         super().__init__(config, runtime)
-        self._stages = config.stages
         self._one = Buffer.from_numpy(np.ones(1, np.int64))
         self._ep: ExpertParallelExchange | None = None
         self._state: RequestStateStore | None = None
         self._adapters: AdapterStore | None = None
         self._images: ImageStore | None = None
-        self._lasting: tuple[dict[str, Any], ...] = ({},) * len(config.stages)
+        self._lasting: tuple[dict[str, Any], ...] = ()
+
+    @cached_property
+    def _stages(self) -> tuple[DecoderConfig, ...]:
+        # Read at the first step: the batch's size is known by then.
+        stages: tuple[DecoderConfig, ...] = self.config.stages
+        return stages
 
     def bind_lasting_inputs(self, per_stage: Sequence[dict[str, Any]]) -> None:
         """Receives the inputs that are the same buffers every step.

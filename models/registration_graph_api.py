@@ -42,6 +42,7 @@ from models.batch_processor import (
     wait_for_copies,
 )
 from models.buffers import zeroed
+from models.checkpoints.max_weights import LoadedWeights
 from models.config import DecoderConfig
 from models.exchange import ExpertParallelExchange, HostExchangeBuffers
 from models.graph_api import GraphApiModule
@@ -139,6 +140,7 @@ class GraphApiDecoderPipelineModel(
             return_hidden_states=return_hidden_states,
             max_batch_size=max_batch_size,
         )
+        self.arch_config.max_batch_size = max_batch_size
         self._logprobs_device = devices[0]
         self._logprobs_session = session
         self.kv_params = self.arch_config.get_kv_params()
@@ -250,7 +252,8 @@ class GraphApiDecoderPipelineModel(
         return self._modules.specs(self._weights, self.graph_prefix)
 
     def _reader(self) -> TensorReader:
-        assert not isinstance(self.weights, Weights), "MAX's own weights come with registration"
+        if isinstance(self.weights, Weights):
+            return LoadedWeights(super()._load_state_dict())
         return self.weights
 
     @staticmethod
@@ -314,15 +317,15 @@ class GraphApiDecoderPipelineModel(
         model = self._models[f"{self.graph_prefix}{VISION_ROLE}"]
         return list(model.execute(*tree.leaves(inputs)))
 
-    def release_request(self, request: Hashable) -> None:
-        """Frees what is kept of a request outside its KV pages.
+    def release(self, request_id: Hashable) -> None:
+        """Frees what is kept of a request outside its KV pages; MAX calls it where it is there.
 
         Args:
-            request: Its identifier.
+            request_id: The request.
         """
-        self.state.release(request)
+        self.state.release(request_id)
         if self.images is not None:
-            self.images.release(request)
+            self.images.release(request_id)
 
 
 def graph_api_pipeline_model(

@@ -125,6 +125,21 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return contents
 
 
+def canonical_name(family: Family, name: str) -> str | None:
+    """The name by which our layers know a tensor; ``None`` for one that no decoder reads.
+
+    Args:
+        family: The family that serves the checkpoint.
+        name: The tensor's name in the checkpoint.
+    """
+    return None if is_ignored(name) else family.canonical(short_name(name))
+
+
+def short_name(name: str) -> str:
+    """A tensor's name without what all of a checkpoint's begin with."""
+    return name.removeprefix("model.").removeprefix("transformer.")
+
+
 def is_ignored(name: str) -> bool:
     """Whether a tensor is a saved buffer that no decoder reads."""
     return _IGNORED.search(name) is not None

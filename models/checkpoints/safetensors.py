@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from models.checkpoints.base import Checkpoint, TensorInfo, is_ignored, read_json_object
+from models.checkpoints.base import Checkpoint, TensorInfo, is_ignored, read_json_object, short_name
 from models.errors import ConfigError
 
 _STORED_AS: dict[str, npt.DTypeLike] = {
@@ -210,7 +210,6 @@ def _read_header(file: Path) -> dict[str, _Location]:
                 f"model.source: {file}: {raw} has {end - begin} bytes, but its shape "
                 f"{list(shape)} as {encoding} needs {math.prod(shape) * itemsize}"
             )
-        name = raw.removeprefix("model.").removeprefix("transformer.")
-        info = TensorInfo(name, shape, encoding, end - begin)
+        info = TensorInfo(short_name(raw), shape, encoding, end - begin)
         locations[raw] = _Location(file, start + begin, info)
     return locations

@@ -29,6 +29,12 @@ class Family:
     names: tuple[tuple[str, str], ...] = ()
     """Patterns in Hugging Face's tensor names, and what the Llama line calls the same."""
 
+    keeps_state: bool = False
+    """Whether a request has state beside its keys and values, which no page of another holds."""
+
+    takes_images: bool = False
+    """Whether images can be served."""
+
     unread: tuple[str, ...] = ()
     """Beginnings of the names of tensors that checkpoints have and a decoder does not read."""
 

@@ -90,6 +90,7 @@ FAMILY = Family(
     name="idefics3",
     architectures=("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
     settings=_settings,
+    takes_images=True,
     names=(
         (r"^text_model\.", ""),
         (r"^vision_model\.encoder\.", "vision_model."),

@@ -68,6 +68,7 @@ FAMILY = Family(
     name="lfm2",
     architectures=("Lfm2ForCausalLM",),
     settings=_settings,
+    keeps_state=True,
     names=(
         (r"^embedding_norm\.", "norm."),
         (r"\.operator_norm\.", ".input_layernorm."),

@@ -101,6 +101,7 @@ FAMILY = Family(
     name="qwen3_next",
     architectures=("Qwen3NextForCausalLM",),
     settings=_settings,
+    keeps_state=True,
     names=((r"\.shared_expert\.", ".shared_experts."),),
     # The head that predicts further tokens.
     unread=("mtp.",),
