@@ -32,7 +32,11 @@ from models.families import FAMILIES
 from models.families.base import Family
 from models.finalize import ServingLimits, decoder_config
 from models.placement import Placement
-from models.registration_graph_api import graph_api_pipeline_model, stages_kv_params
+from models.registration_graph_api import (
+    check_data_parallelism,
+    graph_api_pipeline_model,
+    stages_kv_params,
+)
 
 DEFAULT_BATCH_SIZE = 8
 """The sequences of a step where neither the user nor MAX's plan says."""
@@ -82,8 +86,11 @@ class ServedConfig(ArchConfigWithBoundedMaxSeqLen):
 
         Raises:
             ConfigError: If the checkpoint is of no family, or can't be computed.
+            ValueError: If there are replicas, and a device is none.
         """
         chosen = pipeline_config.model if model_config is None else model_config
+        replicas, devices = chosen.data_parallel_degree, chosen.device_specs
+        check_data_parallelism(CausalDecoder, replicas, len(devices))
         return cls(pipeline_config, chosen, max_seq_len=max_seq_len)
 
     @property
@@ -114,7 +121,9 @@ class ServedConfig(ArchConfigWithBoundedMaxSeqLen):
                     max_batch_input_tokens=runtime.max_batch_input_tokens
                     or DEFAULT_BATCH_INPUT_TOKENS,
                     page_size=config.kv_cache.kv_cache_page_size,
-                    prefix_caching=config.kv_cache.enable_prefix_caching,
+                    # A page says nothing of the state that a request has beside it.
+                    prefix_caching=config.kv_cache.enable_prefix_caching
+                    and not settings.recurrent(range(settings.num_layers)),
                 ),
             ),
         )

@@ -72,6 +72,33 @@ def stages_kv_params(stages: Sequence[DecoderConfig]) -> KVCacheParamInterface:
     return MultiKVCacheParams.from_params(params)
 
 
+def check_data_parallelism(
+    decoder_cls: type[GraphApiModule], replicas: int, num_devices: int
+) -> None:
+    """The decoder serves so many replicas, and each device is one.
+
+    Args:
+        decoder_cls: The DECODER module.
+        replicas: MAX's ``data_parallel_degree``.
+        num_devices: Devices.
+
+    Raises:
+        ValueError: If it doesn't, or they aren't.
+    """
+    if replicas == 1:
+        return
+    if not decoder_cls.supports_data_parallelism:
+        raise ValueError(
+            f"data_parallel_degree={replicas}, but {decoder_cls.__name__} does not support data "
+            "parallelism"
+        )
+    if replicas != num_devices:
+        raise ValueError(
+            f"data_parallel_degree={replicas} over {num_devices} devices: each device needs a "
+            "replica of its own"
+        )
+
+
 class GraphApiDecoderPipelineModel(
     LogProbabilitiesMixin, PipelineModelWithKVCache[TextContext, Any, Model]
 ):
@@ -144,7 +171,8 @@ class GraphApiDecoderPipelineModel(
         self._logprobs_device = devices[0]
         self._logprobs_session = session
         self.kv_params = self.arch_config.get_kv_params()
-        self._check_data_parallelism()
+        replicas = pipeline_config.model.data_parallel_degree
+        check_data_parallelism(self.decoder_cls, replicas, len(devices))
         self.state = RequestStateStore(
             [config.declarations.state for config in self.stages],
             self.stages[0].placement.data,
@@ -192,21 +220,6 @@ class GraphApiDecoderPipelineModel(
         """The compiled and initialized decoder of each stage."""
         prefix = self.graph_prefix
         return tuple(self._models[f"{prefix}{stage_role(config)}"] for config in self.stages)
-
-    def _check_data_parallelism(self) -> None:
-        replicas = self.pipeline_config.model.data_parallel_degree
-        if replicas == 1:
-            return
-        if not self.decoder_cls.supports_data_parallelism:
-            raise ValueError(
-                f"data_parallel_degree={replicas}, but {self.decoder_cls.__name__} does not "
-                "support data parallelism"
-            )
-        if replicas != len(self.devices):
-            raise ValueError(
-                f"data_parallel_degree={replicas} over {len(self.devices)} devices: each device "
-                "needs a replica of its own"
-            )
 
     def _create_model_config(self, state_dict: dict[str, Any]) -> tuple[DecoderConfig, ...]:
         del state_dict

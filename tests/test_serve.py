@@ -24,7 +24,13 @@ from test_command import rolecall
 from test_parallel import random_prompts
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from builder.serving import ARCHITECTURES, check_servable, served_folder, server_arguments
+from builder.serving import (
+    ARCHITECTURES,
+    check_servable,
+    max_command,
+    served_folder,
+    server_arguments,
+)
 from models.checkpoints import open_checkpoint
 from models.errors import ConfigError
 from models.families import FAMILIES
@@ -235,3 +241,32 @@ def test_a_folder_is_made_of_what_is_none(folder: Path, tmp_path: Path) -> None:
     for name in read.tensors:
         np.testing.assert_array_equal(written.read(name), read.read(name))
     assert Tokenizer.from_file(str(made / "tokenizer.json")).encode("t7 t9").ids == [7, 9]
+
+
+def max_generate(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    arguments = ["--custom-architectures", ARCHITECTURES, "--model-path", str(folder)]
+    arguments += ["--devices", "cpu", "--quantization-encoding", "float32", "--max-batch-size=4"]
+    return subprocess.run(
+        max_command("generate", *arguments, "--max-new-tokens=8", "--top-k=1", *more),
+        capture_output=True,
+        text=True,
+        timeout=START_SECONDS,
+        env=dict(os.environ),
+        check=False,
+    )
+
+
+def test_max_generate_gives_the_same_ids(folder: Path, overrides: tuple[str, ...]) -> None:
+    ids = [5, 6, 7]
+    (wanted,) = greedy_ids(compiled_alone(*overrides), [ids], 8)
+    done = max_generate(folder, "--prompt", words(ids), "--no-enable-prefix-caching")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "".join(words([token]) for token in spoken(wanted)) in done.stdout + done.stderr
+
+
+def test_replicas_that_are_no_devices_are_a_value_error_of_max_generate(folder: Path) -> None:
+    done = max_generate(folder, "--prompt", "t5", "--data-parallel-degree=2")
+    assert done.returncode != 0
+    assert "ValueError: data_parallel_degree=2 over 1 devices: each device needs" in (
+        done.stdout + done.stderr
+    )
