@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from max.driver import CPU
 from max.engine import InferenceSession
 from max.pipelines.lib.graph_specs import GraphSpec
 
+from builder.artifact import check_artifact, load
 from builder.build import Registration
 from models.graphs import RoleModules, load_specs
 from models.kernels import kernel_library
@@ -59,7 +60,13 @@ def compile_registration(registration: Registration, session: InferenceSession) 
     """
     before = _cached_graphs()
     plan, config = registration.plan, registration.pipeline_config
-    model = registration.model_cls(
+    model_cls = registration.model_cls
+    if plan.deployment.artifact is not None:
+        folder = Path(plan.deployment.artifact).expanduser()
+        check_artifact(plan, folder)
+        loader = {"graph_loader": staticmethod(partial(load, folder))}
+        model_cls = type(model_cls.__name__, (model_cls,), loader)
+    model = model_cls(
         config,
         session,
         registration.devices,

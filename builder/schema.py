@@ -184,6 +184,9 @@ class DeploymentConfig:
     vision: bool = False
     """Whether images are served beside text."""
 
+    artifact: str | None = None
+    """A folder that task=compile wrote, whose graphs are loaded in place of compiling."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
@@ -235,6 +238,11 @@ class PlanTask:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CompileTask:
+    """Every graph compiled, and exported with its contract."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScoreTask:
     """Log-likelihood of texts."""
 
@@ -279,6 +287,7 @@ class ServeTask:
 
 
 TASKS: dict[str, type[Any]] = {
+    "compile": CompileTask,
     "generate": GenerateTask,
     "plan": PlanTask,
     "score": ScoreTask,

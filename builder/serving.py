@@ -38,6 +38,8 @@ def check_servable(plan: Plan) -> None:
         and "images; what MAX 26.7 prepares them with needs PyTorch and torchvision",
         "lora": plan.stages[0].config.lora is not None
         and "adapters; MAX 26.7 serves them on accelerators only",
+        "artifact": deployment.artifact is not None
+        and "exported graphs; MAX's server compiles its own, or finds them in the cache",
         "constants": bool(deployment.constants)
         and "weights as graph inputs; MAX's server holds them itself",
         "return_logits": deployment.return_logits is not None

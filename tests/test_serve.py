@@ -207,6 +207,7 @@ REFUSED = {
     "devices": (["deployment=tp2"], "deployment.devices.count: task=serve can't serve 2 simulated"),
     "adapters": (["+lora=rank16"], "deployment.lora: task=serve can't serve adapters"),
     "constants": (["deployment.constants=[token_embedding]"], "deployment.constants: task=serve"),
+    "artifact": (["deployment.artifact=somewhere"], "deployment.artifact: task=serve can't serve"),
     "logits": (["deployment.return_logits=all"], "deployment.return_logits: task=serve"),
     "pages": (["deployment.kv.num_pages=9"], "deployment.kv.num_pages: task=serve"),
     "tokenizer": (["model=tiny_llama"], "has no tokenizer, which a server needs"),

@@ -1,0 +1,152 @@
+"""Compiled graphs as files: exported with what they were compiled for, and checked against it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from max.engine import CompiledModel, InferenceSession, Model, read
+from max.pipelines.lib.graph_specs import CompiledArtifacts, GraphSpec, init_graphs
+
+from builder.report import as_json, contract_json
+from builder.resolve import Plan
+from models.errors import ConfigError
+from models.graphs import Loaded
+from models.kernels import kernel_library
+
+DESCRIPTION = "artifact.json"
+"""What an artifact's graphs were compiled for, and the file of each role."""
+
+
+def describe(plan: Plan) -> dict[str, Any]:
+    """Everything that the graphs of a plan depend on, as JSON.
+
+    Args:
+        plan: The plan.
+    """
+    deployment, contract = plan.deployment, contract_json(plan)
+    return {
+        "max": version("max"),
+        "kernels": kernel_library().parent.name,
+        "target": "cpu",
+        "deployment": {
+            "devices": as_json(deployment.devices),
+            "parallel": as_json(deployment.parallel),
+            "constants": as_json(deployment.constants),
+            "max_length": plan.max_length,
+            "return_logits": plan.stages[-1].config.return_logits.value,
+            "vision": deployment.vision,
+        },
+        "encoding": plan.model.encoding.value,
+        "settings": as_json(plan.settings),
+        "inputs": {
+            "decoder": [
+                _inputs(leaf for field in stage["fields"] for leaf in field["leaves"])
+                for stage in contract["stages"]
+            ],
+            "vision": _inputs(contract.get("vision", {"inputs": []})["inputs"]),
+        },
+    }
+
+
+def _inputs(leaves: Any) -> list[dict[str, Any]]:
+    return [{key: leaf[key] for key in ("path", "dtype", "shape", "device")} for leaf in leaves]
+
+
+def export(plan: Plan, artifacts: Mapping[str, CompiledModel], folder: Path) -> None:
+    """Writes compiled graphs, whole or not at all.
+
+    Args:
+        plan: What they were compiled for.
+        artifacts: The compiled model that holds each role's graph.
+        folder: Where to; what is there is replaced.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        made = Path(scratch) / folder.name
+        made.mkdir()
+        files: dict[int, str] = {}
+        for compiled in artifacts.values():
+            if id(compiled) not in files:
+                files[id(compiled)] = f"graphs_{len(files)}.mef"
+                compiled.export_mef(str(made / files[id(compiled)]))
+        roles = {role: files[id(compiled)] for role, compiled in artifacts.items()}
+        contents = {"roles": roles, **describe(plan)}
+        (made / DESCRIPTION).write_text(json.dumps(contents, indent=1) + "\n")
+        shutil.rmtree(folder, ignore_errors=True)
+        made.replace(folder)
+
+
+def check_artifact(plan: Plan, folder: Path) -> None:
+    """An artifact's graphs are those of a plan.
+
+    Args:
+        plan: The plan.
+        folder: The artifact.
+
+    Raises:
+        ConfigError: If it is none, or was compiled for something else.
+    """
+    found = _description(folder)
+    difference = _first_difference("", found, {"roles": found["roles"], **describe(plan)})
+    if difference is not None:
+        where, there, here = difference
+        raise ConfigError(
+            f"deployment.artifact: {folder} was compiled for something else: {where} is {there} "
+            f"there, {here} here\n  what works: what it was compiled for, or task=compile anew"
+        )
+
+
+def load(folder: Path, session: InferenceSession, specs: Mapping[str, GraphSpec]) -> Loaded:
+    """Loads an artifact's graphs in place of compiling.
+
+    Args:
+        folder: The artifact, checked.
+        session: The session to initialize them with.
+        specs: The graphs, by role, with their weights.
+    """
+    roles = _description(folder)["roles"]
+    files = sorted(set(roles.values()))
+    artifacts = CompiledArtifacts(
+        [read(str(folder / file)) for file in files],
+        {role: files.index(file) for role, file in roles.items()},
+    )
+    models: dict[str, Model] = init_graphs(session, artifacts, specs)
+    return artifacts, models
+
+
+def _description(folder: Path) -> dict[str, Any]:
+    file = folder / DESCRIPTION
+    if not file.is_file():
+        raise ConfigError(f"deployment.artifact: {folder} has no {DESCRIPTION}")
+    try:
+        contents = json.loads(file.read_text(encoding="utf-8"))
+        missing = [name for name in contents["roles"].values() if not (folder / name).is_file()]
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ConfigError(f"deployment.artifact: {file} is damaged: {error}") from error
+    if missing:
+        raise ConfigError(f"deployment.artifact: {folder} has no {missing[0]}")
+    described: dict[str, Any] = contents
+    return described
+
+
+def _first_difference(path: str, there: Any, here: Any) -> tuple[str, Any, Any] | None:
+    """The first place in which two JSON values differ, and what is in it."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        for key in [*here, *(key for key in there if key not in here)]:
+            found = _first_difference(f"{path}.{key}", there.get(key), here.get(key))
+            if found is not None:
+                return found
+        return None
+    if isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
+        for number, pair in enumerate(zip(there, here, strict=True)):
+            found = _first_difference(f"{path}.{number}", *pair)
+            if found is not None:
+                return found
+        return None
+    return None if there == here else (path.removeprefix("."), there, here)
