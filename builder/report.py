@@ -237,6 +237,18 @@ def _span(name: str, numbers: range) -> str:
     return f"{name}s {numbers.start} to {numbers.stop - 1}" if numbers else f"no {name}s"
 
 
+def summary_table(plan: Plan) -> Table:
+    """A table of a job's results, begun with what was computed where."""
+    table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    table.add_row("deployment", f"{plan.model.name} on {plan.deployment.name}")
+    for number, stage in enumerate(plan.stages):
+        name = "contract" if len(plan.stages) == 1 else f"contract {number}"
+        table.add_row(name, contract_line(stage))
+    return table
+
+
 def print_placement(plan: Plan, out: Console) -> None:
     """Prints what each device holds, and where the bytes of the weights come from."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

@@ -120,7 +120,7 @@ MISTAKES = {
     "key added to the schema": (
         ["+deployment.page_size=64"],
         "deployment.page_size: unknown key",
-        "valid here: deployment.batch",
+        "valid here: deployment.artifact, deployment.batch",
     ),
     "interpolation in a prompt": (
         ["task.prompts=['${HOME}']"],

@@ -6,10 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich import box
-from rich.table import Table
-
-from builder.report import contract_line, human_bytes
+from builder.report import human_bytes, summary_table
 from builder.steps import Job
 
 if TYPE_CHECKING:
@@ -42,13 +39,7 @@ def run(job: Job) -> None:
 
 def _print_summary(job: Job, compiled: Compiled, folder: Path) -> None:
     plan = compiled.registration.plan
-    table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    table.add_row("deployment", f"{plan.model.name} on {plan.deployment.name}")
-    for number, stage in enumerate(plan.stages):
-        name = "contract" if len(plan.stages) == 1 else f"contract {number}"
-        table.add_row(name, contract_line(stage))
+    table = summary_table(plan)
     table.add_row("compile cache", "hit" if compiled.cache_hit else "miss")
     size = sum(file.stat().st_size for file in folder.iterdir())
     table.add_row("artifact", f"{human_bytes(size)}, loaded back; the weights are not in it")

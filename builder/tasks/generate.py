@@ -6,12 +6,9 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.table import Table
-
 from builder.interrupt import InterruptedJob
 from builder.prompts import Prompt, PromptReader, RefusedPrompt, gather
-from builder.report import contract_line, human_bytes
+from builder.report import human_bytes, summary_table
 from builder.resolve import Plan
 from builder.sampling import Sampler, check_sampling
 from builder.schema import GenerateTask
@@ -185,13 +182,7 @@ def _metrics(
 
 
 def _print_summary(job: Job, plan: Plan, compiled: Compiled, metrics: dict[str, Any]) -> None:
-    table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    table.add_row("deployment", f"{plan.model.name} on {plan.deployment.name}")
-    for number, stage in enumerate(plan.stages):
-        name = "contract" if len(plan.stages) == 1 else f"contract {number}"
-        table.add_row(name, contract_line(stage))
+    table = summary_table(plan)
     table.add_row(
         "memory",
         f"{human_bytes(plan.weights.total)} of weights, "

@@ -251,6 +251,31 @@ def layer_windows(reader: ConfigReader) -> tuple[int | None, ...]:
     return tuple(known[kind] for kind in layer_types)
 
 
+def layers_of_kind(
+    reader: ConfigReader, num_layers: int, kinds: Sequence[str], wanted: str
+) -> frozenset[int] | None:
+    """The layers that ``layer_types`` says are of a kind; ``None`` where it is absent.
+
+    Args:
+        reader: The configuration.
+        num_layers: Layers of the model.
+        kinds: Every kind that is computed.
+        wanted: The kind.
+
+    Raises:
+        ConfigError: If it is no list with one of the kinds per layer.
+    """
+    found = reader.config.get("layer_types")
+    if found is None:
+        return None
+    if not isinstance(found, list) or len(found) != num_layers:
+        raise reader.error("layer_types", f"{found!r} is no list of {num_layers} entries")
+    for kind in found:
+        if kind not in kinds:
+            raise reader.error("layer_types", f"{kind!r} is not one of {', '.join(kinds)}")
+    return frozenset(layer for layer, kind in enumerate(found) if kind == wanted)
+
+
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """The ways of stretching rotary frequencies that are computed."""
 

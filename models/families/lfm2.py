@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from models.families.base import ConfigReader, Family, dense_settings, rope_settings
+from models.families.base import (
+    ConfigReader,
+    Family,
+    dense_settings,
+    layers_of_kind,
+    rope_settings,
+)
 from models.settings import ModelSettings, ShortConvSettings
 
 
@@ -35,20 +41,14 @@ def _settings(reader: ConfigReader) -> ModelSettings:
 
 
 def _conv_layers(reader: ConfigReader, num_layers: int) -> frozenset[int]:
-    kinds = reader.config.get("layer_types")
-    if kinds is None:
-        attending = reader.config.get("full_attn_idxs")
-        attending = list(range(num_layers)) if attending is None else attending
-        if not isinstance(attending, list) or not all(type(n) is int for n in attending):
-            raise reader.error("full_attn_idxs", f"{attending!r} is no list of layers")
-        return frozenset(range(num_layers)) - frozenset(attending)
-    known = ("conv", "full_attention")
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise reader.error("layer_types", f"{kinds!r} is no list of {num_layers} entries")
-    for kind in kinds:
-        if kind not in known:
-            raise reader.error("layer_types", f"{kind!r} is not one of {', '.join(known)}")
-    return frozenset(layer for layer, kind in enumerate(kinds) if kind == "conv")
+    found = layers_of_kind(reader, num_layers, ("conv", "full_attention"), "conv")
+    if found is not None:
+        return found
+    attending = reader.config.get("full_attn_idxs")
+    attending = list(range(num_layers)) if attending is None else attending
+    if not isinstance(attending, list) or not all(type(n) is int for n in attending):
+        raise reader.error("full_attn_idxs", f"{attending!r} is no list of layers")
+    return frozenset(range(num_layers)) - frozenset(attending)
 
 
 def _intermediate_size(reader: ConfigReader) -> int:

@@ -7,6 +7,7 @@ from models.families.base import (
     Family,
     dense_settings,
     expert_settings,
+    layers_of_kind,
     rope_parameters,
     rope_settings,
 )
@@ -84,17 +85,12 @@ def _delta(reader: ConfigReader, num_layers: int) -> DeltaSettings:
 
 
 def _delta_layers(reader: ConfigReader, num_layers: int) -> frozenset[int]:
-    kinds = reader.config.get("layer_types")
-    if kinds is None:
-        interval = reader.integer("full_attention_interval", 4)
-        return frozenset(layer for layer in range(num_layers) if (layer + 1) % interval)
-    known = ("linear_attention", "full_attention")
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise reader.error("layer_types", f"{kinds!r} is no list of {num_layers} entries")
-    for kind in kinds:
-        if kind not in known:
-            raise reader.error("layer_types", f"{kind!r} is not one of {', '.join(known)}")
-    return frozenset(layer for layer, kind in enumerate(kinds) if kind == known[0])
+    kinds = ("linear_attention", "full_attention")
+    found = layers_of_kind(reader, num_layers, kinds, "linear_attention")
+    if found is not None:
+        return found
+    interval = reader.integer("full_attention_interval", 4)
+    return frozenset(layer for layer in range(num_layers) if (layer + 1) % interval)
 
 
 FAMILY = Family(
