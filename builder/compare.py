@@ -10,8 +10,9 @@ import numpy.typing as npt
 from max.nn.transformer import ReturnLogits
 
 from builder.compile import Compiled
+from builder.images import Pixels
 from builder.interrupt import InterruptedJob
-from builder.run import Pixels, Request, Runner
+from builder.run import Request, Runner
 from builder.sampling import Logits, Sampler
 from builder.schema import SamplingConfig
 from models.settings import VisionSettings

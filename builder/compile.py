@@ -17,7 +17,6 @@ from builder.build import Registration
 from models.graphs import RoleModules, load_specs
 from models.kernels import kernel_library
 from models.registration_graph_api import GraphApiDecoderPipelineModel
-from models.vision import VisionEncoder
 from models.weights import WeightLoader
 
 
@@ -99,7 +98,10 @@ def compile_together(
     loaders = []
     for number, registration in enumerate(registrations):
         loaded = WeightLoader(registration.plan.checkpoint)
-        specs |= role_modules(registration).specs(loaded, f"{number}.")
+        plan, model_cls = registration.plan, registration.model_cls
+        stages = [stage.config for stage in plan.stages]
+        modules = RoleModules.of(model_cls.decoder_cls, model_cls.vision_cls, stages, plan.vision)
+        specs |= modules.specs(loaded, f"{number}.")
         loaders.append(loaded)
     module = {
         role: replace(spec, group="together", custom_extensions=() if at else (kernel_library(),))
@@ -120,15 +122,6 @@ def compile_together(
         one = compile_registration(replace(registration, model_cls=model_cls), session)
         compiled.append(replace(one, cache_hit=hit))
     return compiled
-
-
-def role_modules(registration: Registration) -> RoleModules:
-    """The modules that a registration's graphs are traced from."""
-    plan, model_cls = registration.plan, registration.model_cls
-    return RoleModules(
-        tuple(model_cls.decoder_cls(stage.config) for stage in plan.stages),
-        None if plan.vision is None else VisionEncoder(plan.vision),
-    )
 
 
 def _cached_graphs() -> set[Path]:

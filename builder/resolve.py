@@ -7,7 +7,7 @@ check of one setting against another is here or in ``checks``, before anything i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from max.dtype import DType
 from max.graph import DeviceRef
@@ -133,14 +133,14 @@ def resolve(
     checks.check_batch(deployment)
     max_length = _max_length(deployment, settings)
     checks.check_windows(settings, max_length)
-    num_pages = _num_pages(deployment, max_length)
     limits = ServingLimits(
         max_seq_len=max_length,
         max_batch_size=deployment.batch.max_batch_size,
         max_batch_input_tokens=deployment.batch.max_batch_input_tokens,
         page_size=deployment.kv.page_size,
-        num_pages=num_pages,
     )
+    num_pages = _num_pages(deployment, limits)
+    limits = replace(limits, num_pages=num_pages)
     stages, weights, constants = [], [], []
     for placement in _placements(deployment, settings):
         config = decoder_config(
@@ -221,18 +221,13 @@ def _max_length(deployment: DeploymentConfig, settings: ModelSettings) -> int:
     return deployment.max_length
 
 
-def _num_pages(deployment: DeploymentConfig, max_length: int) -> int:
+def _num_pages(deployment: DeploymentConfig, limits: ServingLimits) -> int:
     checks.check_page_size(deployment)
-    per_sequence = _pages_per_sequence(deployment, max_length)
-    asked = deployment.kv.num_pages
+    asked, per_sequence = deployment.kv.num_pages, limits.pages_per_sequence
     if asked is None:
-        return deployment.batch.max_batch_size * per_sequence
-    checks.check_num_pages(deployment, asked, per_sequence, max_length)
+        return limits.max_batch_size * per_sequence
+    checks.check_num_pages(deployment, asked, per_sequence, limits.max_seq_len)
     return asked
-
-
-def _pages_per_sequence(deployment: DeploymentConfig, max_length: int) -> int:
-    return -(-max_length // deployment.kv.page_size)
 
 
 def _dimension_limits(

@@ -15,16 +15,14 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from max.driver import Buffer
 from max.pipelines.context import ImageMetadata, TextAndVisionContext, TextContext, TokenBuffer
 from max.pipelines.kv_cache import PagedKVCacheManager
 from max.pipelines.lib.interfaces.pipeline_model import ModelOutputs
 
 from builder.compile import Compiled
+from builder.images import Pixels
 from builder.sampling import Logits, Sampler
-
-Pixels = npt.NDArray[np.float32]
 
 
 @dataclass(eq=False)

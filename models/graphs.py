@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from max.pipelines.lib.graph_specs import (
 
 from models.batch_processor import stage_role
 from models.buffers import zeroed
+from models.config import DecoderConfig, VisionConfig
 from models.graph_api import GraphApiModule, RoleModule
 from models.kernels import kernel_library
 from models.vision import VisionEncoder
@@ -41,6 +42,26 @@ class RoleModules:
 
     vision: VisionEncoder | None = None
     """The VISION module; ``None`` where none is registered."""
+
+    @classmethod
+    def of(
+        cls,
+        decoder_cls: type[GraphApiModule],
+        vision_cls: type[VisionEncoder] | None,
+        stages: Sequence[DecoderConfig],
+        vision: VisionConfig | None,
+    ) -> RoleModules:
+        """Constructs the modules.
+
+        Args:
+            decoder_cls: The DECODER class.
+            vision_cls: The VISION class; ``None`` where the model takes text alone.
+            stages: The finalized configuration of each stage.
+            vision: The image encoder's; ``None`` where no images are served.
+        """
+        assert vision is None or vision_cls is not None, "images are served with their encoder"
+        encoder = None if vision is None or vision_cls is None else vision_cls(vision)
+        return cls(tuple(decoder_cls(config) for config in stages), encoder)
 
     def by_role(self) -> Iterator[tuple[str, RoleModule]]:
         """Each module with its role."""

@@ -241,18 +241,6 @@ class GraphApiDecoderPipelineModel(
         # The decoder's declarations say what to read, once it is constructed.
         return {}
 
-    def role_modules(self, model_config: tuple[DecoderConfig, ...]) -> RoleModules:
-        """Constructs the modules of the graphs.
-
-        Args:
-            model_config: The finalized configuration of each stage.
-        """
-        vision = None
-        if model_config[0].declarations.vision:
-            assert self.vision_cls is not None, "a decoder that takes images has their encoder"
-            vision = self.vision_cls(self.arch_config.vision)
-        return RoleModules(tuple(self.decoder_cls(config) for config in model_config), vision)
-
     def graph_specs(self, model_config: tuple[DecoderConfig, ...]) -> dict[str, GraphSpec]:
         """Returns the decoder graph, with the checkpoint loaded into it, and the VISION graph.
 
@@ -261,7 +249,8 @@ class GraphApiDecoderPipelineModel(
         """
         # Kept for the model's lifetime: on the CPU the graph reads the arrays where they are.
         self._weights = WeightLoader(self._reader())
-        self._modules = self.role_modules(model_config)
+        vision = self.arch_config.vision if model_config[0].declarations.vision else None
+        self._modules = RoleModules.of(self.decoder_cls, self.vision_cls, model_config, vision)
         return self._modules.specs(self._weights, self.graph_prefix)
 
     def _reader(self) -> TensorReader:
@@ -301,6 +290,11 @@ class GraphApiDecoderPipelineModel(
             self.batch_processor.bind_adapters(self.adapters)
         self._bind_ep_comm_initializer()
         return models
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles of the graphs."""
+        return tuple(role for role, _ in self._modules.by_role())
 
     def execute(self, model_inputs: ModelInputs) -> ModelOutputs:
         """Runs the decoder on the prepared batch.

@@ -15,7 +15,7 @@ from test_contract import assert_takes
 
 from builder.artifact import DESCRIPTION, check_artifact, export
 from builder.build import build
-from builder.compile import compile_registration, process_session, role_modules
+from builder.compile import compile_registration, process_session
 from builder.report import contract_json
 from models.errors import ConfigError
 
@@ -27,7 +27,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The graph of two devices, as files."""
     compiled = compiled_alone(MODEL, DEPLOYMENT)
     artifacts = compiled.model.compiled_artifacts
-    roles = [role for role, _ in role_modules(compiled.registration).by_role()]
+    roles = compiled.model.roles
     folder = tmp_path_factory.mktemp("compiled") / "artifact"
     plan = compiled.registration.plan
     export(plan, {role: artifacts.artifact(role) for role in roles}, folder)

@@ -25,11 +25,10 @@ def run(job: Job) -> None:
     plan = job.plan()
     compiled = job.compile(plan)
     from builder.artifact import export
-    from builder.compile import role_modules
 
     folder = job.folder.path / FOLDER
     artifacts = compiled.model.compiled_artifacts
-    roles = [role for role, _ in role_modules(compiled.registration).by_role()]
+    roles = compiled.model.roles
     with job.step("export", f"exporting {', '.join(roles)}"):
         export(plan, {role: artifacts.artifact(role) for role in roles}, folder)
     deployment = replace(plan.deployment, artifact=str(folder))
