@@ -9,7 +9,7 @@ from max.dtype import DType
 from max.nn.kv_cache import KVCacheParams
 from max.nn.transformer import ReturnHiddenStates, ReturnLogits
 
-from models.lora import AdapterSlot, LoraLimits, adapter_slots
+from models.lora import AdapterSlot, LoraLimits, adapter_slot
 from models.placement import Placement
 from models.settings import ModelSettings, VisionSettings
 
@@ -139,9 +139,7 @@ class DecoderConfig:
         """Where adapters add to a product of a device; ``None`` where they don't."""
         if self.lora is None:
             return None
-        slots = adapter_slots(self.settings, self.placement, self.lora, holder)
-        found = [slot for slot in slots if (slot.layer, slot.target) == (layer, target)]
-        return found[0] if found else None
+        return adapter_slot(self.settings, self.placement, self.lora, holder, layer, target)
 
     def kv_layer(self, layer: int) -> int:
         """A layer's position in the KV cache of the stage, which has those that attend."""

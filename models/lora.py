@@ -85,41 +85,50 @@ def adapter_slots(
     settings: ModelSettings, placement: Placement, limits: LoraLimits, holder: int
 ) -> tuple[AdapterSlot, ...]:
     """A device's target slots, in the contract's order."""
+    slots = (
+        adapter_slot(settings, placement, limits, holder, layer, target)
+        for layer in placement.layers
+        for target in limits.targets
+    )
+    return tuple(slot for slot in slots if slot is not None)
+
+
+def adapter_slot(
+    settings: ModelSettings,
+    placement: Placement,
+    limits: LoraLimits,
+    holder: int,
+    layer: int,
+    target: str,
+) -> AdapterSlot | None:
+    """A device's target slot of one product; ``None`` where adapters add nothing to it."""
+    part = _part(settings, placement, holder, layer, target) if target in limits.targets else None
+    if part is None:
+        return None
     hidden = range(settings.hidden_size)
-    slots = []
-    for layer in placement.layers:
-        for target in limits.targets:
-            parts = _parts(settings, placement, holder, layer, target)
-            if parts is not None:
-                inner, outer = parts
-                rows, columns = (
-                    (hidden, inner) if target in ("o_proj", "down_proj") else (outer, hidden)
-                )
-                slots.append(AdapterSlot(layer, target, rows, columns))
-    return tuple(slots)
+    rows, columns = (hidden, part) if target in ("o_proj", "down_proj") else (part, hidden)
+    return AdapterSlot(layer, target, rows, columns)
 
 
-def _parts(
+def _part(
     settings: ModelSettings, placement: Placement, holder: int, layer: int, target: str
-) -> tuple[range, range] | None:
-    """A device's inner columns and outer rows of a product; ``None`` where the layer lacks it."""
+) -> range | None:
+    """A device's part of a product's divided side; ``None`` where the layer lacks the product."""
     if target in ATTENTION_TARGETS:
         if settings.latent is not None or settings.attention_gate:
             return None
-        if layer not in settings.attending(placement.layers):
+        if not settings.attending(range(layer, layer + 1)):
             return None
         heads = placement.heads(settings, holder)
         if target in ("k_proj", "v_proj"):
             heads = placement.kv_heads(settings, holder)
         width = settings.head_dim
-        part = range(heads.start * width, heads.stop * width)
-        return part, part
+        return range(heads.start * width, heads.stop * width)
     if settings.experts is not None and layer in settings.experts.layers:
         return None
     if target == "gate_proj" and not settings.mlp_gated:
         return None
-    part = placement.inner_columns(settings.intermediate_size, holder)
-    return part, part
+    return placement.inner_columns(settings.intermediate_size, holder)
 
 
 def lora_types(

@@ -204,7 +204,7 @@ class GraphApiDecoderPipelineModel(
         """None of MAX's: each stage's contract says which signals it takes."""
         return []
 
-    @property
+    @cached_property
     def stages(self) -> tuple[DecoderConfig, ...]:
         """The finalized configuration of each stage."""
         configs: tuple[DecoderConfig, ...] = self.arch_config.stages
@@ -215,7 +215,7 @@ class GraphApiDecoderPipelineModel(
         """The compiled and initialized decoder; its last stage, where there are several."""
         return self.models[-1]
 
-    @property
+    @cached_property
     def models(self) -> tuple[Model, ...]:
         """The compiled and initialized decoder of each stage."""
         prefix = self.graph_prefix
