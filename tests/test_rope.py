@@ -14,9 +14,7 @@ from max.graph import DeviceRef, Graph, TensorType
 from builder.compile import process_session
 from models.errors import ConfigError
 from models.families.base import ConfigReader, rope_settings
-from models.layers.attention import rotate_first
-from models.layers.latent_attention import rotate_last
-from models.layers.rope import inverse_frequencies, rope_table
+from models.layers.rope import inverse_frequencies, rope_table, rotate_first, rotate_last
 from models.settings import RopeSettings
 
 CPU = DeviceRef.CPU()

@@ -15,6 +15,7 @@ from models.collectives import Collectives
 from models.config import DecoderConfig
 from models.layers.linear import Linear
 from models.layers.norm import DividedRMSNorm, RMSNorm
+from models.layers.rope import rotate_first
 from models.layers.shards import Sharded
 from models.layers.step import Step
 from models.weights import Piece, columns_of, rows_of
@@ -238,29 +239,6 @@ class AttentionShard(Module):
         kernels.store_k_cache_ragged(step.kv, keys, step.row_offsets, layer)
         kernels.store_v_cache_ragged(step.kv, values, step.row_offsets, layer)
         return queries
-
-
-def rotate_first(
-    heads: TensorValue, row_offsets: TensorValue, cache_lengths: TensorValue, table: TensorValue
-) -> TensorValue:
-    """Rotates the first dimensions of each head, as many as the table is wide, in two halves.
-
-    Args:
-        heads: [tokens, heads, width].
-        row_offsets: uint32 [sequences + 1].
-        cache_lengths: uint32 [sequences]: tokens of earlier steps.
-        table: float32 [positions, rotated] of (cos, sin) pairs.
-
-    Returns:
-        [tokens, heads, width].
-    """
-    width, rotated = int(heads.shape[2]), int(table.shape[1])
-    if width == rotated:
-        return kernels.rope_ragged(heads, row_offsets, cache_lengths, table, interleaved=False)
-    # MAX 26.7 rotates the two halves of a part of a head wrongly on the CPU.
-    first, kept = ops.split(heads, [rotated, width - rotated], axis=2)
-    first = kernels.rope_ragged(first, row_offsets, cache_lengths, table, interleaved=False)
-    return ops.concat([first, kept], axis=2)
 
 
 def _effective_window(window: int | None, max_seq_len: int) -> int | None:

@@ -17,6 +17,7 @@ from models.config import DecoderConfig
 from models.kernels import latent_attention, latent_context
 from models.layers.linear import Linear
 from models.layers.norm import RMSNorm
+from models.layers.rope import rotate_last
 from models.layers.shards import SummedMixer
 from models.layers.step import Step
 from models.settings import LatentSettings
@@ -151,34 +152,6 @@ class LatentAttentionShard(Module):
         return rotate_last(
             heads, step.row_offsets, step.kv.cache_lengths, step.rope, self.latent.interleaved
         )
-
-
-def rotate_last(
-    heads: TensorValue,
-    row_offsets: TensorValue,
-    cache_lengths: TensorValue,
-    table: TensorValue,
-    interleaved: bool,
-) -> TensorValue:
-    """Rotates the last dimensions of each head, as many as the table is wide.
-
-    Args:
-        heads: [tokens, heads, width].
-        row_offsets: uint32 [sequences + 1].
-        cache_lengths: uint32 [sequences]: tokens of earlier steps.
-        table: float32 [positions, rotated] of (cos, sin) pairs.
-        interleaved: Whether neighbours are rotated together, or the two halves.
-
-    Returns:
-        [tokens, heads, width].
-    """
-    if interleaved:
-        return kernels.rope_ragged(heads, row_offsets, cache_lengths, table, interleaved=True)
-    # MAX 26.7 rotates a part of a head rightly only where neighbours are rotated together.
-    width, rotated = int(heads.shape[2]), int(table.shape[1])
-    kept, last = ops.split(heads, [width - rotated, rotated], axis=2)
-    last = kernels.rope_ragged(last, row_offsets, cache_lengths, table, interleaved=False)
-    return ops.concat([kept, last], axis=2)
 
 
 def workspace_types(config: DecoderConfig, latent: LatentSettings) -> tuple[BufferType, ...]:

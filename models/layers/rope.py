@@ -1,4 +1,4 @@
-"""Rotary position embeddings: the table of cosines and sines."""
+"""Rotary position embeddings: the table of angles, and the rotation of parts of heads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import math
 import numpy as np
 import numpy.typing as npt
 from max.dtype import DType
-from max.graph import TensorValue
+from max.graph import TensorValue, ops
+from max.nn import kernels
 from max.nn.layer import Module
 
 from models.config import DecoderConfig
@@ -35,6 +36,62 @@ class RopeTable(Module):
     def __call__(self) -> TensorValue:
         """float32 ``[max_seq_len, rotary_dim]``."""
         return self.weight
+
+
+def rotate_first(
+    heads: TensorValue, row_offsets: TensorValue, cache_lengths: TensorValue, table: TensorValue
+) -> TensorValue:
+    """Rotates the first dimensions of each head, as many as the table is wide, in two halves.
+
+    Args:
+        heads: [tokens, heads, width].
+        row_offsets: uint32 [sequences + 1].
+        cache_lengths: uint32 [sequences]: tokens of earlier steps.
+        table: float32 [positions, rotated] of (cos, sin) pairs.
+
+    Returns:
+        [tokens, heads, width].
+    """
+    width, rotated = int(heads.shape[2]), int(table.shape[1])
+    if width == rotated:
+        return _rotate_halves(heads, row_offsets, cache_lengths, table)
+    first, kept = ops.split(heads, [rotated, width - rotated], axis=2)
+    first = _rotate_halves(first, row_offsets, cache_lengths, table)
+    return ops.concat([first, kept], axis=2)
+
+
+def rotate_last(
+    heads: TensorValue,
+    row_offsets: TensorValue,
+    cache_lengths: TensorValue,
+    table: TensorValue,
+    interleaved: bool,
+) -> TensorValue:
+    """Rotates the last dimensions of each head, as many as the table is wide.
+
+    Args:
+        heads: [tokens, heads, width].
+        row_offsets: uint32 [sequences + 1].
+        cache_lengths: uint32 [sequences]: tokens of earlier steps.
+        table: float32 [positions, rotated] of (cos, sin) pairs.
+        interleaved: Whether neighbours are rotated together, or the two halves.
+
+    Returns:
+        [tokens, heads, width].
+    """
+    if interleaved:
+        return kernels.rope_ragged(heads, row_offsets, cache_lengths, table, interleaved=True)
+    width, rotated = int(heads.shape[2]), int(table.shape[1])
+    kept, last = ops.split(heads, [width - rotated, rotated], axis=2)
+    last = _rotate_halves(last, row_offsets, cache_lengths, table)
+    return ops.concat([kept, last], axis=2)
+
+
+def _rotate_halves(
+    heads: TensorValue, row_offsets: TensorValue, cache_lengths: TensorValue, table: TensorValue
+) -> TensorValue:
+    """Rotates whole heads: MAX 26.7 rotates the halves of a part of one wrongly on the CPU."""
+    return kernels.rope_ragged(heads, row_offsets, cache_lengths, table, interleaved=False)
 
 
 def rope_table(rope: RopeSettings, head_dim: int, max_seq_len: int) -> _Floats:
