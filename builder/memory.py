@@ -9,12 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from max import tree
 from max.dtype import DType
-from max.graph import BufferType, TensorType
+from max.nn.transformer import ReturnLogits
 
+from models.buffers import buffer_bytes
 from models.config import DecoderConfig
 from models.contract import Contract
+from models.exchange import exchange_bytes, exchanged_rows
 from models.layers.vocabulary import EMBED_TOKENS, LM_HEAD
 from models.lora import adapter_slots
 from models.weights import DeclaredWeight, FromCheckpoint, Source
@@ -87,10 +88,15 @@ class DeviceShare:
     vision: int
     """The weights of the image encoder."""
 
+    activations: int
+    """The largest intermediate values of a step on an accelerator, beyond those that fit into the
+    memory that is not planned with; 0 on the host."""
+
     @property
     def total(self) -> int:
         """The sum of the bytes."""
-        return self.weights + self.vision + self.constants + self.kv_pages + self.workspace
+        held = self.weights + self.vision + self.constants + self.kv_pages
+        return held + self.workspace + self.activations
 
     @property
     def workspace(self) -> int:
@@ -171,11 +177,14 @@ def device_shares(
                     kv_pages=(num_pages + 1) * page_bytes(config),
                     kv_bytes_per_token=page_bytes(config) // page_size(config),
                     signals=_buffer_bytes(contract.inputs.signals, holder),
-                    exchange=_buffer_bytes(contract.inputs.ep, holder),
+                    exchange=exchange_bytes(config, holder),
                     scratch=_buffer_bytes(contract.inputs.scratch, holder),
                     state=_buffer_bytes(contract.inputs.state, holder),
                     lora=_lora_bytes(config, holder),
                     vision=encoding[holder] if placement.is_first else 0,
+                    activations=activation_bytes(
+                        config, holder, config.max_batch_size, config.max_context_length
+                    ),
                 )
             )
     return tuple(shares)
@@ -192,6 +201,43 @@ def page_bytes(config: DecoderConfig) -> int:
 def page_size(config: DecoderConfig) -> int:
     """The tokens of one KV page."""
     return 1 if config.kv_params is None else config.kv_params.page_size
+
+
+def activation_bytes(config: DecoderConfig, holder: int, sequences: int, context: int) -> int:
+    """The largest intermediate values of one of a device's steps, on an accelerator.
+
+    One layer, or the output projection, is computed at a time: the largest of them counts. What
+    scales with the step's tokens alone and is small beside it is left to the memory that is not
+    planned with.
+
+    Args:
+        config: The stage's configuration.
+        holder: The device's position.
+        sequences: Sequences of a replica's step.
+        context: The tokens that their pages hold.
+    """
+    settings, placement = config.settings, config.placement
+    if placement.on_host:
+        return 0
+    hidden, tokens = settings.hidden_size, config.max_batch_input_tokens
+    columns = placement.inner_columns(settings.intermediate_size, holder)
+    values = [tokens * (hidden + 2 * len(columns))]
+    if settings.latent is not None:
+        # Prefill makes the keys and values of every token of its sequences.
+        width = settings.latent.nope_dim + settings.latent.value_dim
+        values.append(context * len(placement.heads(settings, holder)) * width)
+    if settings.experts is not None:
+        rows = tokens * settings.experts.top_k
+        if placement.expert > 1:
+            rows = exchanged_rows(config)
+        inner = len(placement.expert_columns(settings.experts, holder))
+        values.append(rows * (hidden + 2 * inner))
+    largest = max(values) * config.dtype.size_in_bytes
+    if not placement.is_last:
+        return largest
+    rows = tokens if config.return_logits is ReturnLogits.ALL else sequences
+    logits = rows * placement.data * settings.vocab_size * DType.float32.size_in_bytes
+    return max(largest, logits)
 
 
 def kv_bytes_per_token(configs: Iterable[DecoderConfig]) -> int:
@@ -217,18 +263,12 @@ def _lora_bytes(config: DecoderConfig, holder: int) -> int:
         config.lora.max_rank * (len(slot.rows) + len(slot.columns))
         for slot in adapter_slots(config.settings, config.placement, config.lora, holder)
     )
-    return config.lora.max_adapters * values * DType.float32.size_in_bytes
+    return config.lora.max_adapters * values * config.dtype.size_in_bytes
 
 
 def _buffer_bytes(per_device: Any, holder: int) -> int:
     """The bytes of one device's part of a field that has a tree per device."""
-    if per_device is None:
-        return 0
-    return sum(
-        math.prod(int(dim) for dim in buffer.shape) * buffer.dtype.size_in_bytes
-        for buffer in tree.leaves(per_device[holder], leaf=(BufferType, TensorType))
-        if isinstance(buffer, BufferType)
-    )
+    return 0 if per_device is None else buffer_bytes(per_device[holder])
 
 
 def weight_items(

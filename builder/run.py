@@ -23,6 +23,7 @@ from max.pipelines.lib.interfaces.pipeline_model import ModelOutputs
 from builder.compile import Compiled
 from builder.images import Pixels
 from builder.sampling import Logits, Sampler
+from models.buffers import host_values
 
 
 @dataclass(eq=False)
@@ -225,7 +226,7 @@ class Runner:
         self.times.execute += time.perf_counter() - before
         self._deliver_logits(batch, outputs)
         assert outputs.next_token_logits is not None
-        next_logits = outputs.next_token_logits.to_numpy()
+        next_logits = host_values(outputs.next_token_logits)
         for row, (request, context) in enumerate(batch):
             if context.tokens.actively_chunked:
                 context.tokens.advance_chunk()
@@ -272,7 +273,7 @@ class Runner:
         if all(request.on_logits is None for request, _ in batch):
             return
         assert isinstance(outputs.logit_offsets, Buffer)
-        logits, offsets = outputs.logits.to_numpy(), outputs.logit_offsets.to_numpy()
+        logits, offsets = host_values(outputs.logits), host_values(outputs.logit_offsets)
         for row, (request, _) in enumerate(batch):
             if request.on_logits is not None:
                 request.on_logits(logits[offsets[row] : offsets[row + 1]])

@@ -14,7 +14,6 @@ from max.graph import BufferType, DeviceRef, TensorType
 from max.nn.kv_cache import KVCacheInputs, KVCacheParamInterface
 from max.nn.transformer import ReturnHiddenStates, ReturnLogits
 from max.pipelines.context import TextContext
-from max.pipelines.lib.graph_specs import GraphRole
 from max.pipelines.lib.interfaces.batch_processor import (
     RAGGED_INPUT_ROW_OFFSETS,
     RAGGED_INPUT_TOKENS,
@@ -28,6 +27,7 @@ from models.contract import resolve_contract
 from models.exchange import ExpertParallelExchange
 from models.images import ImageStore, StepImages
 from models.lora import AdapterStore, routing_of
+from models.placement import stage_role
 from models.role_contracts import DecoderInputs, DecoderOutputs
 from models.state import DeviceState, RequestStateStore, StateRow
 
@@ -55,17 +55,6 @@ class DecoderArchConfig(Protocol):
     def get_max_seq_len(self) -> int:
         """The longest sequence served."""
         ...
-
-
-def stage_role(config: DecoderConfig) -> str:
-    """The role of a stage's graph: ``decoder``, or ``decoder_0`` and so on where there are several.
-
-    MAX's compile cache ignores graph names, so equal graphs of two models share an entry, and
-    ``init_graphs`` looks it up by the name it was cached with: the role is the name.
-    """
-    placement = config.placement
-    name = GraphRole.DECODER.value
-    return name if placement.num_stages == 1 else f"{name}_{placement.stage}"
 
 
 def wait_for_copies(devices: Sequence[Device]) -> None:
@@ -209,13 +198,13 @@ class GraphApiDecoderBatchProcessor(
         routing = self._routing(contexts)
         stages = tuple(
             DecoderInputs(
-                **shared,
+                **self._at(config, shared),
                 token_positions=positions if config.declarations.token_positions else None,
                 kv=_stage_kv(kv_cache_inputs, config, len(self._stages)),
                 state=self._state_inputs(stage, config, replica_batches),
                 batch_context_lengths=_context_lengths(config, replica_batches),
                 ep=None if self._ep is None else self._ep.model_inputs(stage),
-                lora=None if self._adapters is None else (*routing, *self._adapters.stacks(stage)),
+                lora=self._lora_inputs(stage, config, routing),
                 **lasting,
             )
             for stage, (config, lasting) in enumerate(zip(self._stages, self._lasting, strict=True))
@@ -238,20 +227,38 @@ class GraphApiDecoderBatchProcessor(
         ]
         return self._state.inputs(stage, config.placement, batches)
 
-    def _routing(self, contexts: Sequence[TextContext]) -> tuple[Buffer, ...]:
+    def _at(self, config: DecoderConfig, shared: dict[str, Buffer]) -> dict[str, Buffer]:
+        """What all stages take, where a stage takes it; host values stay there."""
+        device = config.placement.devices[0]
+        if device == self._stages[0].placement.devices[0]:
+            return shared
+        there = device.to_device()
+        return {
+            name: buffer if buffer.device.is_host else buffer.to(there)
+            for name, buffer in shared.items()
+        }
+
+    def _lora_inputs(
+        self, stage: int, config: DecoderConfig, routing: dict[str, Buffer]
+    ) -> tuple[Buffer, ...] | None:
+        if self._adapters is None:
+            return None
+        return (*self._at(config, routing).values(), *self._adapters.stacks(stage))
+
+    def _routing(self, contexts: Sequence[TextContext]) -> dict[str, Buffer]:
         """The same for every stage; a request's ``model_name`` is its adapter's."""
         if self._adapters is None:
-            return ()
+            return {}
         routing = routing_of(
             [self._adapters.slot(context.model_name) for context in contexts],
             [context.tokens.active_length for context in contexts],
         )
         device = self._stages[0].placement.devices[0].to_device()
-        return (
-            Buffer.from_numpy(routing.ids).to(device),
-            Buffer.from_numpy(routing.offsets).to(device),
-            Buffer.from_numpy(routing.end),
-        )
+        return {
+            "ids": Buffer.from_numpy(routing.ids).to(device),
+            "offsets": Buffer.from_numpy(routing.offsets).to(device),
+            "end": Buffer.from_numpy(routing.end),
+        }
 
     def _check_return_n_logits(self, wanted: int, lengths: Sequence[int]) -> None:
         mode = self.runtime.return_logits
@@ -321,4 +328,4 @@ def _positions(contexts: Sequence[TextContext], device: DeviceRef) -> Buffer:
 def _stage_kv(inputs: Any, config: DecoderConfig, num_stages: int) -> Any:
     if config.kv_params is None:
         return ()
-    return inputs if num_stages == 1 else inputs[stage_role(config)]
+    return inputs if num_stages == 1 else inputs[stage_role(config.placement)]

@@ -39,6 +39,10 @@ class Collectives(Protocol):
         """The first device gets one value of each replica, one below the other."""
         ...
 
+    def broadcast(self, x: TensorValue) -> list[TensorValue]:
+        """Every device gets the first one's value."""
+        ...
+
 
 def collectives_for(placement: Placement, signals: Sequence[BufferValue] | None) -> Collectives:
     """The backend of a stage's devices.
@@ -47,14 +51,14 @@ def collectives_for(placement: Placement, signals: Sequence[BufferValue] | None)
         placement: The stage's devices.
         signals: One buffer per device; ``None`` on one device, which exchanges nothing.
     """
-    if placement.devices[0].is_cpu():
+    if placement.on_host:
         return HostCollectives(placement, signals)
     return DeviceCollectives(placement, signals)
 
 
 def signal_bytes(placement: Placement) -> int:
     """The size of one signal buffer of a stage's devices."""
-    return HOST_SIGNAL_BYTES if placement.devices[0].is_cpu() else int(Signals.NUM_BYTES)
+    return HOST_SIGNAL_BYTES if placement.on_host else int(Signals.NUM_BYTES)
 
 
 class DeviceCollectives:
@@ -85,6 +89,12 @@ class DeviceCollectives:
         """The first device gets one value of each replica, one below the other."""
         first = self._placement.devices[0]
         return _concat([x.to(first) for x in xs], axis=0)
+
+    def broadcast(self, x: TensorValue) -> list[TensorValue]:
+        """Every device gets the first one's value."""
+        if self._signals is None:
+            return [x]
+        return list(ops.distributed_broadcast(x, self._signals))
 
     def _exchange(
         self,
@@ -137,6 +147,10 @@ class HostCollectives:
     def concat_replicas(self, xs: Sequence[TensorValue]) -> TensorValue:
         """The first device gets one value of each replica, one below the other."""
         return self._receive(_concat(xs, axis=0), 0)
+
+    def broadcast(self, x: TensorValue) -> list[TensorValue]:
+        """Every device gets the first one's value."""
+        return [x] * len(self._placement.devices)
 
     def _exchange(
         self,

@@ -6,16 +6,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
 
-from max import tree
 from max.dtype import DType
-from max.graph import BufferType, BufferValue, DeviceRef, TensorType, TensorValue, ops
-from max.nn.data_parallelism import split_batch_replicated
-from max.nn.kv_cache import KVCacheInputsPerDevice
+from max.graph import BufferType, BufferValue, TensorType, TensorValue, ops
 from max.nn.layer import LayerList, Module
 
 from models.collectives import Collectives, collectives_for
 from models.config import DecoderConfig
-from models.exchange import Exchange, HostExchange
+from models.exchange import Exchange, exchange_for
 from models.graph_api import GraphApiModule
 from models.kernels import place_rows
 from models.layers.attention import Attention
@@ -43,6 +40,7 @@ from models.lora import Routing
 from models.placement import Placement
 from models.role_contracts import DecoderInputs, DecoderOutputs
 from models.settings import ModelSettings
+from models.step_inputs import replica_starts, split_batch, split_positions, steps_of
 from models.weights import Computed, DeclaredWeight
 
 Boundary = tuple[TensorValue, ...]
@@ -156,12 +154,14 @@ class CausalDecoder(GraphApiModule):
         ids, offsets, end, *stacks = inputs.lora
         placement = self.config.placement
         remaining = iter(stacks)
-        starts = self._replica_starts(inputs)
+        starts = replica_starts(placement, inputs)
+        max_tokens = self.config.max_batch_input_tokens
         for holder, device in enumerate(placement.devices):
             routing = Routing(ids.to(device), offsets.to(device), end)
+            start = starts[placement.replica(holder)]
             for layer in self.layers:
                 for product in layer.adapted(holder):
-                    product.bind_adapters(routing, starts[placement.replica(holder)], remaining)
+                    product.bind_adapters(routing, start, max_tokens, remaining)
         assert next(remaining, None) is None, "every stack is bound"
 
     def __call__(
@@ -170,19 +170,17 @@ class CausalDecoder(GraphApiModule):
         """Computes one step of a ragged batch, or this stage's part of it."""
         placement = self.config.placement
         collectives = collectives_for(placement, inputs.signals)
-        tokens, offsets = self._split(inputs)
-        steps = self._steps(inputs, offsets)
-        exchange = None
-        if inputs.ep is not None:
-            assert self.config.settings.experts is not None
-            exchange = HostExchange(self.config.settings.experts, placement, inputs.ep)
+        tokens, offsets = split_batch(placement, inputs, collectives)
+        tables = [table() for table in self.rope] if hasattr(self, "rope") else None
+        steps = steps_of(self.config, inputs, offsets, tables)
+        exchange = None if inputs.ep is None else exchange_for(self.config, inputs.ep)
         if placement.is_first:
             xs = embed(self.config, self._embedding_tables(inputs), tokens, collectives)
             if inputs.vision is not None:
                 parts = (xs, inputs.vision.embeddings, inputs.vision.scatter_indices)
                 xs = [place_rows(x, rows, at) for x, rows, at in zip(*parts, strict=True)]
             if inputs.token_positions is not None:
-                xs = self.embed_positions(xs, self._positions(inputs, tokens))
+                xs = self.embed_positions(xs, split_positions(placement, inputs, tokens))
         else:
             xs = self._guarded(inputs.stage_boundary, tokens)
         if not placement.is_last:
@@ -198,92 +196,6 @@ class CausalDecoder(GraphApiModule):
             inputs.input_row_offsets,
             inputs.return_n_logits,
             collectives,
-        )
-
-    def _steps(
-        self,
-        inputs: DecoderInputs[TensorValue, BufferValue],
-        offsets: Sequence[TensorValue],
-    ) -> list[Step]:
-        """Per device, what every layer of this step shares."""
-        placement = self.config.placement
-        caches = tree.leaves(inputs.kv, leaf=KVCacheInputsPerDevice)
-        tables = [table() for table in self.rope] if hasattr(self, "rope") else None
-        lengths = inputs.batch_context_lengths
-        per_device = self.config.declarations.device_context_length_dtype is not None
-        steps = []
-        for holder, rows in enumerate(offsets):
-            length = None
-            if lengths is not None:
-                length = lengths[holder if per_device else placement.replica(holder)]
-                length = ops.cast(length.to(DeviceRef.CPU()), DType.int32)
-            workspace = None if inputs.scratch is None else inputs.scratch[holder]
-            steps.append(
-                Step(
-                    row_offsets=rows,
-                    kv=caches[holder] if caches else None,
-                    rope=None if tables is None else tables[holder],
-                    context_length=length,
-                    state=None if inputs.state is None else inputs.state[holder],
-                    workspace=workspace,
-                )
-            )
-        return steps
-
-    def _replica_starts(self, inputs: DecoderInputs[TensorValue, BufferValue]) -> list[TensorValue]:
-        """Where each replica's tokens begin, and the last's end, int64 [1] on the CPU."""
-        if inputs.data_parallel_splits is None:
-            length = ops.shape_to_tensor(inputs.tokens.shape)
-            return [length * 0, length]
-        assert inputs.host_input_row_offsets is not None
-        offsets = ops.cast(inputs.host_input_row_offsets, DType.int64)
-        starts = ops.gather(offsets, inputs.data_parallel_splits, axis=0)
-        return ops.split(starts, [1] * (self.config.placement.data + 1), axis=0)
-
-    def _positions(
-        self,
-        inputs: DecoderInputs[TensorValue, BufferValue],
-        tokens: Sequence[TensorValue],
-    ) -> list[TensorValue]:
-        """Per device, the positions of its replica's tokens."""
-        placement, positions = self.config.placement, inputs.token_positions
-        assert positions is not None
-        if placement.data == 1:
-            return [positions.to(device) for device in placement.devices]
-        starts = [start.reshape(()) for start in self._replica_starts(inputs)]
-        parts = []
-        for holder, device in enumerate(placement.devices):
-            replica = placement.replica(holder)
-            rows = ops.range(
-                starts[replica],
-                starts[replica + 1],
-                1,
-                out_dim=tokens[holder].shape[0],
-                dtype=DType.int64,
-                device=DeviceRef.CPU(),
-            )
-            parts.append(ops.gather(positions.to(device), rows.to(device), axis=0))
-        return parts
-
-    def _split(
-        self, inputs: DecoderInputs[TensorValue, BufferValue]
-    ) -> tuple[list[TensorValue], list[TensorValue]]:
-        """Per device, its replica's tokens and their row offsets."""
-        placement = self.config.placement
-        devices = list(placement.devices)
-        tokens = [inputs.tokens.to(device) for device in devices]
-        offsets = [inputs.input_row_offsets.to(device) for device in devices]
-        if placement.data == 1:
-            return tokens, offsets
-        assert inputs.host_input_row_offsets is not None
-        return split_batch_replicated(
-            devices,
-            tokens,
-            offsets,
-            ops.cast(inputs.host_input_row_offsets, DType.int64),
-            inputs.data_parallel_splits,
-            prefix="replica",
-            group_size=placement.group,
         )
 
     def _embedding_tables(
@@ -356,7 +268,10 @@ def constant_weights(config: DecoderConfig) -> dict[str, tuple[DeclaredWeight, .
 def scratch_types(config: DecoderConfig) -> tuple[BufferType, ...] | None:
     """The workspace that a stage's layers declare, one buffer per device."""
     latent = config.settings.latent
-    return None if latent is None else workspace_types(config, latent)
+    # MAX's kernels for accelerators allocate their own.
+    if latent is None or not config.placement.on_host:
+        return None
+    return workspace_types(config, latent)
 
 
 def reads_token_embedding(settings: ModelSettings, placement: Placement) -> bool:

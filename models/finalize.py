@@ -10,7 +10,7 @@ from max.nn.transformer import ReturnLogits
 from models.collectives import signal_bytes
 from models.config import Declarations, DecoderConfig, VisionConfig
 from models.decoder import boundary_types, constant_weights, reads_token_embedding, scratch_types
-from models.exchange import exchange_types
+from models.exchange import declared_exchange
 from models.kv_cache import kv_cache_params
 from models.layers.vocabulary import TOKEN_EMBEDDING
 from models.lora import LoraLimits, lora_types
@@ -103,8 +103,8 @@ def decoder_config(
             token_positions=settings.rope is None and placement.is_first,
             takes_batch_context_lengths=settings.latent is not None,
             state=state_types(settings, placement, dtype, limits.max_batch_size),
-            lora=None if lora is None else lora_types(settings, placement, lora),
-            ep=_exchange_types(config),
+            lora=None if lora is None else lora_types(settings, placement, dtype, lora),
+            ep=declared_exchange(config),
             scratch=scratch_types(config),
             constants={
                 name: tuple(weight.input_type for weight in shards)
@@ -137,12 +137,3 @@ def vision_config(first: DecoderConfig) -> VisionConfig | None:
         dtype=first.dtype,
         signal_bytes=signal_bytes(placement),
     )
-
-
-def _exchange_types(config: DecoderConfig) -> object:
-    experts, placement = config.settings.experts, config.placement
-    if placement.expert == 1:
-        return None
-    assert experts is not None, "expert parallelism of a dense model is refused"
-    hidden = config.settings.hidden_size
-    return exchange_types(experts, placement, hidden, config.max_batch_input_tokens)

@@ -12,7 +12,7 @@ from max.graph import BufferType, BufferValue, Graph, TensorType, TensorValue, T
 from max.graph import Module as GraphModule
 from max.nn.layer import Module
 
-from models.config import DecoderConfig
+from models.config import DecoderConfig, Placed
 from models.contract import resolve_contract
 from models.kernels import kernel_library
 from models.role_contracts import DecoderInputs, DecoderOutputs
@@ -22,10 +22,18 @@ from models.weights import DeclaredWeight
 class RoleModule(Module):
     """A module with a graph of its own, whose inputs are the leaves of one tree."""
 
+    config: Placed
+    """What it was constructed from."""
+
     @property
     @abstractmethod
     def inputs(self) -> Any:
         """The types of the graph's inputs."""
+
+    @property
+    def kernel_libraries(self) -> tuple[Path, ...]:
+        """The custom kernels that its graph uses: ours, which are the host's."""
+        return (kernel_library(),) if self.config.placement.on_host else ()
 
     @abstractmethod
     def __call__(self, inputs: Any) -> Any:
@@ -48,7 +56,7 @@ class RoleModule(Module):
             input_types: Those leaves; given by MAX's ``GraphSpec``.
             name: The graph's name.
             module: The MLIR module to add the graph to.
-            custom_extensions: Custom kernel libraries the graph uses beside ours.
+            custom_extensions: Custom kernel libraries the graph uses beside its own.
             is_device_graph: Whether to build a device graph.
         """
         leaves, structure = tree.flatten(self.inputs)
@@ -68,7 +76,7 @@ class RoleModule(Module):
             type(self).__qualname__ if name is None else name,
             forward,
             input_types=input_types,
-            custom_extensions=list({kernel_library(), *custom_extensions}),
+            custom_extensions=list({*self.kernel_libraries, *custom_extensions}),
             module=module,
             is_device_graph=is_device_graph,
         )
@@ -86,6 +94,8 @@ class GraphApiModule(RoleModule):
 
     supports_data_parallelism: ClassVar[bool] = False
     """Whether the module serves more than one replica."""
+
+    config: DecoderConfig
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()

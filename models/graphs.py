@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from max import tree
-from max.driver import Buffer
 from max.engine import InferenceSession, Model
 from max.graph import BufferType
 from max.pipelines.lib.graph_specs import (
@@ -18,11 +17,10 @@ from max.pipelines.lib.graph_specs import (
     init_graphs,
 )
 
-from models.batch_processor import stage_role
 from models.buffers import zeroed
 from models.config import DecoderConfig, VisionConfig
 from models.graph_api import GraphApiModule, RoleModule
-from models.kernels import kernel_library
+from models.placement import stage_role
 from models.vision import VisionEncoder
 from models.weights import WeightLoader, declared_weights
 
@@ -66,30 +64,31 @@ class RoleModules:
     def by_role(self) -> Iterator[tuple[str, RoleModule]]:
         """Each module with its role."""
         for decoder in self.decoders:
-            yield stage_role(decoder.config), decoder
+            yield stage_role(decoder.config.placement), decoder
         if self.vision is not None:
             yield VISION_ROLE, self.vision
 
-    def specs(self, loaded: WeightLoader, prefix: str = "") -> dict[str, GraphSpec]:
+    def specs(self, loaded: WeightLoader | None, prefix: str = "") -> dict[str, GraphSpec]:
         """The graphs, with the checkpoint loaded into them.
 
         Args:
-            loaded: The checkpoint's values.
+            loaded: The checkpoint's values; ``None`` for graphs that are compiled alone.
             prefix: Before each role.
         """
         several = len(self.decoders) > 1 or self.vision is not None
         specs: dict[str, GraphSpec] = {}
         for name, module in self.by_role():
             role = f"{prefix}{name}"
+            weights = declared_weights(module, f"{role}.")
             specs[role] = GraphSpec(
                 module,
                 role,
                 tree.leaves(module.inputs),
-                loaded.load(declared_weights(module, f"{role}.")),
+                {} if loaded is None else loaded.load(weights),
                 # They compile together, which shares the kernels that are alike.
                 group=GraphRole.DECODER.value if several else None,
                 # Each graph loads our kernels; a module of graphs is given them once.
-                custom_extensions=() if specs else (kernel_library(),),
+                custom_extensions=() if specs else module.kernel_libraries,
             )
         return specs
 
@@ -120,7 +119,6 @@ def lasting_inputs(decoder: GraphApiModule, loaded: WeightLoader) -> dict[str, A
     constants = decoder.constant_weights()
     if constants:
         inputs["constants"] = {
-            name: tuple(Buffer.from_numpy(loaded.values(weight)) for weight in shards)
-            for name, shards in constants.items()
+            name: tuple(map(loaded.buffer, shards)) for name, shards in constants.items()
         }
     return inputs

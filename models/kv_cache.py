@@ -50,12 +50,14 @@ def kv_cache_params(
     # MAX divides heads over all devices of a replica; where each of them has all, it is given more.
     copies = placement.group // placement.tensor
     if settings.latent is not None:
-        return HostMLAKVCacheParams(
+        latents = HostMLAKVCacheParams if placement.on_host else MLAKVCacheParams
+        return latents(
             **shared,
             head_dim=settings.latent.cached_dim,
             num_q_heads=settings.num_heads * copies,
         )
-    return HostMHAKVCacheParams(
+    heads = HostMHAKVCacheParams if placement.on_host else MHAKVCacheParams
+    return heads(
         **shared,
         head_dim=settings.head_dim,
         n_kv_heads=settings.num_kv_heads * copies,

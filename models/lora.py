@@ -17,6 +17,7 @@ from max.driver import Buffer
 from max.dtype import DType
 from max.graph import DeviceRef, TensorType
 
+from models.buffers import as_dtype
 from models.errors import ConfigError
 from models.placement import Placement
 from models.settings import ModelSettings
@@ -132,9 +133,16 @@ def _part(
 
 
 def lora_types(
-    settings: ModelSettings, placement: Placement, limits: LoraLimits
+    settings: ModelSettings, placement: Placement, dtype: DType, limits: LoraLimits
 ) -> tuple[TensorType, ...]:
-    """The contract's ``lora``: routing, then per device an A and a B stack per target slot."""
+    """The contract's ``lora``: routing, then per device an A and a B stack per target slot.
+
+    Args:
+        settings: The model.
+        placement: The stage's devices and layers.
+        dtype: The dtype of activations, and of the stacks.
+        limits: What the stacks hold.
+    """
     device = placement.devices[0]
     types = [
         TensorType(DType.int32, ["lora_groups"], device),
@@ -144,8 +152,8 @@ def lora_types(
     for holder, device in enumerate(placement.devices):
         for slot in adapter_slots(settings, placement, limits, holder):
             count, rank = limits.max_adapters, limits.max_rank
-            types.append(TensorType(DType.float32, [count, rank, len(slot.columns)], device))
-            types.append(TensorType(DType.float32, [count, len(slot.rows), rank], device))
+            types.append(TensorType(dtype, [count, rank, len(slot.columns)], device))
+            types.append(TensorType(dtype, [count, len(slot.rows), rank], device))
     return tuple(types)
 
 
@@ -166,17 +174,43 @@ class Adapter:
     """Per product, by its name (``layers.0.self_attn.q_proj``): A [rank, in], B [out, rank]."""
 
 
+class _Stack:
+    """One stack: its values, and the buffer that graphs take.
+
+    Args:
+        shape: Its sizes.
+        dtype: The buffer's dtype.
+        device: The buffer's device.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: DType, device: DeviceRef) -> None:
+        self.values = np.zeros(shape, np.float32)
+        self._dtype, self._device = dtype, device
+        self.hand_over()
+
+    def hand_over(self) -> None:
+        """Makes the buffer of the values; on the host it is the values."""
+        values = as_dtype(self.values, self._dtype)
+        held = values if isinstance(values, Buffer) else Buffer.from_numpy(values)
+        self.buffer = held if self._device.is_cpu() else held.to(self._device.to_device())
+
+
 class AdapterStore:
     """The adapters that are served, in the stacks of every stage and device.
 
     Args:
         stages: Each stage's placement.
         settings: The model.
-        limits: What the stacks hold.
+        dtype: The dtype of the stacks.
+        limits: What they hold.
     """
 
     def __init__(
-        self, stages: Sequence[Placement], settings: ModelSettings, limits: LoraLimits
+        self,
+        stages: Sequence[Placement],
+        settings: ModelSettings,
+        dtype: DType,
+        limits: LoraLimits,
     ) -> None:
         self._limits = limits
         self._slots = _stage_slots(settings, stages, limits)
@@ -186,14 +220,14 @@ class AdapterStore:
             [
                 [
                     (
-                        Buffer.from_numpy(np.zeros((count, rank, len(slot.columns)), np.float32)),
-                        Buffer.from_numpy(np.zeros((count, len(slot.rows), rank), np.float32)),
+                        _Stack((count, rank, len(slot.columns)), dtype, device),
+                        _Stack((count, len(slot.rows), rank), dtype, device),
                     )
                     for slot in slots
                 ]
-                for slots in stage
+                for slots, device in zip(held, placement.devices, strict=True)
             ]
-            for stage in self._slots
+            for held, placement in zip(self._slots, stages, strict=True)
         ]
         self._names: dict[str, int] = {}
 
@@ -234,23 +268,24 @@ class AdapterStore:
         """A stage's stacks, in the contract's order."""
         for device in self._stacks[stage]:
             for a, b in device:
-                yield a
-                yield b
+                yield a.buffer
+                yield b.buffer
 
     def _write(self, at: int, adapter: Adapter | None) -> None:
         for stage, placed in zip(self._stacks, self._slots, strict=True):
             for stacks, slots in zip(stage, placed, strict=True):
                 for (stack_a, stack_b), slot in zip(stacks, slots, strict=True):
-                    a, b = stack_a.to_numpy(), stack_b.to_numpy()
+                    a, b = stack_a.values, stack_b.values
                     a[at], b[at] = 0, 0
                     pair = None if adapter is None else adapter.pairs.get(slot.module)
-                    if adapter is None or pair is None:
-                        continue
-                    down, up = pair
-                    rank = len(down)
-                    columns, rows = slot.columns, slot.rows
-                    a[at, :rank] = down[:, columns.start : columns.stop]
-                    b[at, :, :rank] = adapter.scale * up[rows.start : rows.stop]
+                    if adapter is not None and pair is not None:
+                        down, up = pair
+                        rank = len(down)
+                        columns, rows = slot.columns, slot.rows
+                        a[at, :rank] = down[:, columns.start : columns.stop]
+                        b[at, :, :rank] = adapter.scale * up[rows.start : rows.stop]
+                    stack_a.hand_over()
+                    stack_b.hand_over()
 
 
 def whole_sizes(

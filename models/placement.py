@@ -9,6 +9,9 @@ from max.graph import DeviceRef
 
 from models.settings import ExpertSettings, ModelSettings
 
+DECODER_ROLE = "decoder"
+"""MAX's ``GraphRole.DECODER``, whose module imports the pipelines."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
@@ -47,6 +50,11 @@ class Placement:
             len(self.devices),
             1 if self.expert > 1 else len(self.devices),
         ), "devices = tensor x data, or those of the experts"
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the devices are the one CPU, rather than accelerators."""
+        return self.devices[0].is_cpu()
 
     @property
     def is_first(self) -> bool:
@@ -115,6 +123,15 @@ class Placement:
         if not self.splits_vocabulary(settings):
             return range(settings.vocab_size)
         return _share(settings.vocab_size, self.tensor, self.rank(device))
+
+
+def stage_role(placement: Placement) -> str:
+    """The role of a stage's graph: ``decoder``, or ``decoder_0`` and so on where there are several.
+
+    MAX's compile cache ignores graph names, so equal graphs of two models share an entry, and
+    ``init_graphs`` looks it up by the name it was cached with: the role is the name.
+    """
+    return DECODER_ROLE if placement.num_stages == 1 else f"{DECODER_ROLE}_{placement.stage}"
 
 
 def _share(count: int, parts: int, part: int) -> range:

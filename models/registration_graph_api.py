@@ -38,17 +38,17 @@ from max.pipelines.lib.memory_estimation import MemoryPlan
 from models.batch_processor import (
     GraphApiDecoderBatchProcessor,
     GraphApiDecoderModelInputs,
-    stage_role,
     wait_for_copies,
 )
 from models.buffers import zeroed
 from models.checkpoints.max_weights import LoadedWeights
 from models.config import DecoderConfig
-from models.exchange import ExpertParallelExchange, HostExchangeBuffers
+from models.exchange import ExpertParallelExchange, exchange_buffers
 from models.graph_api import GraphApiModule
 from models.graphs import VISION_ROLE, Loaded, RoleModules, lasting_inputs, load_specs
 from models.images import ImageStore
 from models.lora import AdapterStore
+from models.placement import stage_role
 from models.role_contracts import ImageInputs
 from models.state import RequestStateStore
 from models.vision import VisionEncoder
@@ -65,7 +65,7 @@ HIDDEN_STATES = (
 
 def stages_kv_params(stages: Sequence[DecoderConfig]) -> KVCacheParamInterface:
     """The KV cache of all stages: one stage's, or a tree with one subtree per stage."""
-    params = {stage_role(s): s.kv_params for s in stages if s.kv_params is not None}
+    params = {stage_role(s.placement): s.kv_params for s in stages if s.kv_params is not None}
     assert params, "a model in which no layer attends is refused"
     if len(stages) == 1:
         return next(iter(params.values()))
@@ -183,14 +183,17 @@ class GraphApiDecoderPipelineModel(
             None
             if limits is None
             else AdapterStore(
-                [config.placement for config in self.stages], self.stages[0].settings, limits
+                [config.placement for config in self.stages],
+                self.stages[0].settings,
+                self.stages[0].dtype,
+                limits,
             )
         )
         self.images = None
         if self.stages[0].declarations.vision:
             self.images = ImageStore(self.arch_config.vision)
         if any(config.declarations.ep is not None for config in self.stages):
-            self.ep_comm_initializer = HostExchangeBuffers(self.stages)
+            self.ep_comm_initializer = exchange_buffers(self.stages)
         self._models = self.load_graphs(session)
 
     @cached_property
@@ -218,8 +221,8 @@ class GraphApiDecoderPipelineModel(
     @cached_property
     def models(self) -> tuple[Model, ...]:
         """The compiled and initialized decoder of each stage."""
-        prefix = self.graph_prefix
-        return tuple(self._models[f"{prefix}{stage_role(config)}"] for config in self.stages)
+        roles = (f"{self.graph_prefix}{stage_role(config.placement)}" for config in self.stages)
+        return tuple(self._models[role] for role in roles)
 
     def _create_model_config(self, state_dict: dict[str, Any]) -> tuple[DecoderConfig, ...]:
         del state_dict
@@ -313,9 +316,12 @@ class GraphApiDecoderPipelineModel(
             first = replace(first, vision=vision)
         *before, last = first, *others
         boundary: Any = None
-        for model, inputs in zip(self.models, before, strict=False):
+        for model, inputs, following in zip(self.models[:-1], before, self.stages[1:], strict=True):
             returned = model.execute(*tree.leaves(replace(inputs, stage_boundary=boundary)))
-            boundary = tuple(returned)
+            boundary = tuple(
+                value.to(following.placement.devices[first].to_device())
+                for value, first in zip(returned, following.placement.firsts, strict=True)
+            )
         inputs = replace(last, stage_boundary=boundary)
         return self.batch_processor.process_outputs(self.model.execute(*tree.leaves(inputs)))
 

@@ -26,6 +26,8 @@ class VisionEncoder(RoleModule):
         config: The encoder's configuration.
     """
 
+    config: VisionConfig
+
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         self.config = config

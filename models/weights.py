@@ -15,9 +15,12 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+from max.driver import Buffer
 from max.dtype import DType
 from max.graph import DeviceRef, TensorType, Weight
 from max.nn.layer import Module
+
+from models.buffers import as_dtype
 
 Array = npt.NDArray[np.float32]
 
@@ -200,23 +203,29 @@ class WeightLoader:
 
     def __init__(self, reader: TensorReader) -> None:
         self._reader = reader
-        self._made: dict[Source, Array] = {}
+        self._made: dict[tuple[Source, DType], Array | Buffer] = {}
 
-    def load(self, weights: Mapping[str, DeclaredWeight]) -> dict[str, Array]:
-        """The values of every weight, C-contiguous float32 by full name."""
-        missing = {w.source: w for w in weights.values() if w.source not in self._made}
+    def load(self, weights: Mapping[str, DeclaredWeight]) -> dict[str, Array | Buffer]:
+        """The values of every weight, C-contiguous in its dtype on the host, by full name."""
+        missing = {
+            (w.source, w.dtype): w
+            for w in weights.values()
+            if (w.source, w.dtype) not in self._made
+        }
         # numpy gives up the interpreter lock while it dequantizes.
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             made = pool.map(partial(_make, self._reader), missing.values())
             self._made.update(zip(missing, made, strict=True))
-        return {name: self._made[weight.source] for name, weight in weights.items()}
+        return {name: self._made[weight.source, weight.dtype] for name, weight in weights.items()}
 
-    def values(self, weight: DeclaredWeight) -> Array:
-        """The values of one weight."""
-        return self.load({weight.name: weight})[weight.name]
+    def buffer(self, weight: DeclaredWeight) -> Buffer:
+        """The values of one weight, on its device."""
+        values = self.load({weight.name: weight})[weight.name]
+        held = values if isinstance(values, Buffer) else Buffer.from_numpy(values)
+        return held if weight.device.is_cpu() else held.to(weight.device.to_device())
 
 
-def _make(reader: TensorReader, weight: DeclaredWeight) -> Array:
+def _make(reader: TensorReader, weight: DeclaredWeight) -> Array | Buffer:
     if isinstance(weight.source, Computed):
         values = weight.source.values()
     elif len(weight.source.pieces) == 1:
@@ -231,4 +240,4 @@ def _make(reader: TensorReader, weight: DeclaredWeight) -> Array:
             row += len(part)
         assert row == weight.sizes[0], f"{weight.name}: {row} rows for {weight.sizes}"
     assert values.shape == weight.sizes, f"{weight.name}: {values.shape} for {weight.sizes}"
-    return np.ascontiguousarray(values, dtype=np.float32)
+    return as_dtype(np.ascontiguousarray(values, dtype=np.float32), weight.dtype)

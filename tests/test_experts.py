@@ -27,7 +27,7 @@ from builder.compare import compare, random_prompts, record
 from builder.compile import process_session
 from models.collectives import collectives_for
 from models.config import DecoderConfig
-from models.exchange import HostExchange, HostExchangeBuffers, exchange_types
+from models.exchange.host import HostExchange, HostExchangeBuffers, exchange_types
 from models.kernels import kernel_library
 from models.layers.experts import MixtureOfExperts
 from models.placement import Placement

@@ -1,4 +1,7 @@
-"""Kernels of our own, in Mojo, and the choice between them and MAX's."""
+"""Kernels of our own for the host, in Mojo, and the choice between them and MAX's.
+
+Each function here takes values of any device; those that have a host form only say so.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from max.graph import BufferValue, DeviceRef, Dim, TensorType, TensorValue, ops
 from max.nn.kv_cache import PagedCacheValues
 from mojo.run import subprocess_run_mojo
 
+from models.kernels import accelerators
 from models.lora import Routing
 
 SOURCES = Path(__file__).parent
@@ -70,10 +74,10 @@ def matmul(x: TensorValue, weight: TensorValue) -> TensorValue:
 def expert_products(
     x: TensorValue, experts: TensorValue, weight: TensorValue, out_dim: int
 ) -> TensorValue:
-    """Each choice's row times the transpose of the chosen expert's weight.
+    """Each choice's row times the transpose of the chosen expert's weight, on the host.
 
     Reads the weights of chosen experts only, each once. MAX 26.7 has grouped products for
-    accelerators only.
+    accelerators only (``accelerators.routed_experts``).
 
     Args:
         x: float32 [tokens, in], or [tokens * choices, in].
@@ -114,15 +118,17 @@ def dispatch_tokens(
 def shares(x: TensorValue, parts: int) -> list[TensorValue]:
     """The edges of parts of the rows of ``x`` that differ by one row at most.
 
-    The same of MAX's operations takes ten seconds more to compile for each device.
+    On the CPU the same of MAX's operations takes ten seconds more to compile for each device.
 
     Args:
-        x: float32 [rows, width].
+        x: [rows, width].
         parts: How many.
 
     Returns:
         The first row of each part, and the end of the last, int64 [] on the CPU.
     """
+    if not x.device.is_cpu():
+        return accelerators.shares(x, parts)
     result = TensorType(DType.int64, [parts + 1], DeviceRef.CPU())
     edges = ops.custom("rolecall_shares", DeviceRef.CPU(), [x], [result])[0].tensor
     return [edges[part] for part in range(parts + 1)]
@@ -245,21 +251,23 @@ def lora_products(
     b: TensorValue,
     routing: Routing[TensorValue],
     first_row: TensorValue,
+    max_tokens: int,
 ) -> TensorValue:
     """What adapters add to a product: ``x @ A.T @ B.T`` with each token's own A and B.
 
-    MAX 26.7 has this for accelerators only.
-
     Args:
-        x: float32 [rows, in].
-        a: float32 [adapters, rank, in].
-        b: float32 [adapters, out, rank], the scale in it.
+        x: [rows, in].
+        a: [adapters, rank, in].
+        b: [adapters, out, rank], the scale in it.
         routing: Which tokens of the batch have which adapter.
         first_row: int64 [1] on the CPU: where the rows begin in the batch.
+        max_tokens: The most tokens of a step.
 
     Returns:
-        float32 [rows, out]; zero for tokens without an adapter.
+        [rows, out]; zero for tokens without an adapter.
     """
+    if not x.device.is_cpu():
+        return accelerators.lora_products(x, a, b, routing, first_row, max_tokens)
     values = [x, a, b, routing.ids, routing.offsets, routing.end, first_row]
     result = TensorType(DType.float32, [x.shape[0], b.shape[1]], x.device)
     return ops.custom("rolecall_lora", x.device, values, [result])[0].tensor

@@ -213,7 +213,7 @@ class AttentionShard(Module):
             self.kv_params,
             qkv,
             step.row_offsets,
-            step.rope,
+            ops.cast(step.rope, qkv.dtype),
             step.kv,
             layer,
             self.num_heads,

@@ -11,8 +11,9 @@ from max.nn.layer import LayerList, Module
 
 from models.collectives import Collectives
 from models.config import DecoderConfig
-from models.exchange import Exchange
+from models.exchange import Exchange, Route, weighted_sum
 from models.kernels import expert_products, shares
+from models.kernels.accelerators import ExpertGroups, grouped_experts, routed_experts
 from models.layers.activations import ACTIVATIONS
 from models.layers.linear import Linear
 from models.layers.mlp import MLP
@@ -62,10 +63,8 @@ class MixtureOfExperts(Sharded):
         parts = self._shared_parts(xs) if hasattr(self, "shared") else None
         if exchange is None:
             routed = [
-                _weighted(shard(x, chosen), weights)
-                for shard, x, (chosen, weights) in zip(
-                    self.shards, xs, self._route(xs), strict=True
-                )
+                shard(x, *route)
+                for shard, x, route in zip(self.shards, xs, self._route(xs), strict=True)
             ]
             return collectives.sum_in_replicas(
                 routed if parts is None else [r + p for r, p in zip(routed, parts, strict=True)]
@@ -84,7 +83,7 @@ class MixtureOfExperts(Sharded):
         gates = self.shared_gates(xs)
         return [part * ops.sigmoid(gate) for part, gate in zip(parts, gates, strict=True)]
 
-    def _route(self, xs: Sequence[TensorValue]) -> list[tuple[TensorValue, TensorValue]]:
+    def _route(self, xs: Sequence[TensorValue]) -> list[Route]:
         return [router(x) for router, x in zip(self.routers, xs, strict=True)]
 
     def _exchanged(
@@ -92,15 +91,7 @@ class MixtureOfExperts(Sharded):
     ) -> list[TensorValue]:
         group = self.placement.group
         own = [_share(x, holder, group) for holder, x in enumerate(xs)]
-        routes = self._route(own)
-        received = exchange.dispatch(own, [chosen for chosen, _ in routes])
-        results = [
-            shard(x, chosen) for shard, (x, chosen) in zip(self.shards, received, strict=True)
-        ]
-        returned = exchange.combine(results)
-        summed = [
-            _weighted(rows, weights) for rows, (_, weights) in zip(returned, routes, strict=True)
-        ]
+        summed = exchange(own, self._route(own), list(self.shards))
         if group == 1:
             return summed
         whole = collectives.stack_in_replicas(summed)
@@ -138,6 +129,7 @@ class ExpertShard(Module):
             return DeclaredWeight(name, config.dtype, shape, device, source, holder)
 
         columns = (inner.start, inner.stop)
+        self.num_held = len(held)
         self.gate_up_proj = weight(
             "gate_up_proj",
             2 * self.inner,
@@ -151,8 +143,34 @@ class ExpertShard(Module):
             [Piece(tensor(e, "down"), rows=(0, self.hidden), columns=columns) for e in held],
         )
 
-    def __call__(self, x: TensorValue, chosen: TensorValue) -> TensorValue:
-        """Each choice's result.
+    def __call__(self, x: TensorValue, chosen: TensorValue, weights: TensorValue) -> TensorValue:
+        """The weighted sum of each token's choices, of a device that has every expert.
+
+        Args:
+            x: [tokens, hidden].
+            chosen: int32 [tokens, k]: experts by their index in the model.
+            weights: float32 [tokens, k].
+
+        Returns:
+            [tokens, hidden]; this device's part of it where it has inner columns only.
+        """
+        if x.device.is_cpu():
+            return weighted_sum(self.choices(x, chosen), weights)
+        return routed_experts(x, chosen, weights, *self._stacked())
+
+    def grouped(self, rows: TensorValue, groups: ExpertGroups) -> TensorValue:
+        """Each row through its expert, on an accelerator: [rows, hidden] to [rows, hidden]."""
+        return grouped_experts(rows, groups, *self._stacked())
+
+    def _stacked(self) -> tuple[TensorValue, TensorValue]:
+        """[experts, 2 * inner, hidden] and [experts, hidden, inner]."""
+        return (
+            self.gate_up_proj.reshape((self.num_held, 2 * self.inner, self.hidden)),
+            self.down_proj.reshape((self.num_held, self.hidden, self.inner)),
+        )
+
+    def choices(self, x: TensorValue, chosen: TensorValue) -> TensorValue:
+        """Each choice's result, on the host.
 
         Args:
             x: [tokens, hidden].
@@ -164,14 +182,6 @@ class ExpertShard(Module):
         gate_up = expert_products(x, chosen, self.gate_up_proj, 2 * self.inner)
         gate, up = ops.split(gate_up, [self.inner, self.inner], axis=1)
         return expert_products(self.activation(gate) * up, chosen, self.down_proj, self.hidden)
-
-
-def _weighted(rows: TensorValue, weights: TensorValue) -> TensorValue:
-    """The weighted sum of each token's choices: [tokens * k, hidden] to [tokens, hidden]."""
-    tokens, choices = weights.shape
-    hidden = rows.shape[1]
-    weighted = rows.reshape((tokens, choices, hidden)) * ops.unsqueeze(weights, -1)
-    return ops.sum(weighted, axis=1).reshape((tokens, hidden))
 
 
 def _share(x: TensorValue, holder: int, group: int) -> TensorValue:

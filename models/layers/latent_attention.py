@@ -14,7 +14,7 @@ from max.nn import kernels
 from max.nn.layer import Module
 
 from models.config import DecoderConfig
-from models.kernels import latent_attention, latent_context
+from models.kernels import accelerators, latent_attention, latent_context
 from models.layers.linear import Linear
 from models.layers.norm import RMSNorm
 from models.layers.rope import rotate_last
@@ -59,7 +59,7 @@ class LatentAttentionShard(Module):
         self.num_heads = len(heads)
         self.kv_layer = config.kv_layer(layer)
         assert config.kv_params is not None
-        self.page_size = config.kv_params.page_size
+        self.kv_params = config.kv_params
 
         # The projections that compress, in one product.
         parts = [("kv_a_proj_with_mqa", latent.cached_dim)]
@@ -114,15 +114,53 @@ class LatentAttentionShard(Module):
 
     def __call__(self, x: TensorValue, step: Step) -> TensorValue:
         """[tokens, hidden] to this device's part of [tokens, hidden]."""
+        *compressed_query, compressed = ops.split(self.a_proj(x), self.widths, axis=1)
+        queries = self.q_proj(self.q_a_norm(compressed_query[0]) if compressed_query else x)
+        queries = queries.reshape((-1, self.num_heads, self.latent.query_dim))
+        attend = self._attend_on_host if x.device.is_cpu() else self._attend_on_accelerator
+        return self.o_proj(attend(queries, compressed, step))
+
+    def _attend_on_accelerator(
+        self, queries: TensorValue, compressed: TensorValue, step: Step
+    ) -> TensorValue:
+        """[tokens, heads, query_dim] and [tokens, cached_dim] to [tokens, heads * value_dim]."""
+        latent = self.latent
+        assert step.kv is not None
+        assert step.rope is not None
+        assert step.prefill is not None
+        assert step.context_length is not None
+        attended = accelerators.latent_attention(
+            queries,
+            compressed,
+            self.kv_a_norm.weight,
+            self.kv_b_proj,
+            step.rope,
+            step.row_offsets,
+            step.kv,
+            params=self.kv_params,
+            layer=self.kv_layer,
+            heads=accelerators.LatentHeads(
+                nope_dim=latent.nope_dim,
+                value_dim=latent.value_dim,
+                scale=latent.scale,
+                norm_eps=latent.norm_eps,
+            ),
+            prefill=step.prefill,
+            context_length=step.context_length,
+        )
+        return attended.reshape((-1, self.num_heads * latent.value_dim))
+
+    def _attend_on_host(
+        self, queries: TensorValue, compressed: TensorValue, step: Step
+    ) -> TensorValue:
+        """[tokens, heads, query_dim] and [tokens, cached_dim] to [tokens, heads * value_dim]."""
         latent = self.latent
         assert step.kv is not None
         assert step.workspace is not None
         assert step.context_length is not None
-        *compressed_query, compressed = ops.split(self.a_proj(x), self.widths, axis=1)
-        queries = self.q_proj(self.q_a_norm(compressed_query[0]) if compressed_query else x)
         key_values, positions = ops.split(compressed, [latent.kv_rank, latent.rope_dim], axis=1)
         latents = ops.concat([self.kv_a_norm(key_values), positions], axis=1)
-        queries = self._rotate(queries.reshape((-1, self.num_heads, latent.query_dim)), step)
+        queries = self._rotate(queries, step)
         latents = self._rotate(latents.reshape((-1, 1, latent.cached_dim)), step)
         kernels.store_k_cache_ragged(
             step.kv,
@@ -133,7 +171,7 @@ class LatentAttentionShard(Module):
         latent_context(
             step.workspace, step.kv, step.row_offsets, self.kv_layer, step.context_length
         )
-        attended = latent_attention(
+        return latent_attention(
             queries.reshape((-1, self.num_heads * latent.query_dim)),
             self.kv_b_proj,
             step.workspace,
@@ -141,10 +179,9 @@ class LatentAttentionShard(Module):
             step.row_offsets,
             num_heads=self.num_heads,
             value_dim=latent.value_dim,
-            page_size=self.page_size,
+            page_size=self.kv_params.page_size,
             scale=latent.scale,
         )
-        return self.o_proj(attended)
 
     def _rotate(self, heads: TensorValue, step: Step) -> TensorValue:
         assert step.kv is not None

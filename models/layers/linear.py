@@ -20,6 +20,7 @@ class _Bound:
 
     routing: Routing[TensorValue]
     first_row: TensorValue
+    max_tokens: int
     stacks: tuple[tuple[TensorValue, TensorValue] | None, ...]
 
 
@@ -68,6 +69,7 @@ class Linear(Module):
         self,
         routing: Routing[TensorValue],
         first_row: TensorValue,
+        max_tokens: int,
         stacks: Iterator[TensorValue],
     ) -> None:
         """Receives this step's adapters, before the decoder is called.
@@ -75,11 +77,13 @@ class Linear(Module):
         Args:
             routing: Which tokens have which adapter.
             first_row: int64 [1] on the CPU: where this device's tokens begin in the batch.
+            max_tokens: The most tokens of a step.
             stacks: An A and a B per part that adapters add to.
         """
         self._bound = _Bound(
             routing,
             first_row,
+            max_tokens,
             tuple(
                 None if slot is None else (next(stacks), next(stacks)) for _, slot in self.adapted
             ),
@@ -99,5 +103,10 @@ class Linear(Module):
                 zero = ops.constant(0, x.dtype, x.device)
                 parts.append(ops.broadcast_to(zero, (x.shape[0], width)))
             else:
-                parts.append(lora_products(x, *stacks, bound.routing, bound.first_row))
+                parts.append(self._products(x, stacks, bound))
         return parts[0] if len(parts) == 1 else ops.concat(parts, axis=1)
+
+    def _products(
+        self, x: TensorValue, stacks: tuple[TensorValue, TensorValue], bound: _Bound
+    ) -> TensorValue:
+        return lora_products(x, *stacks, bound.routing, bound.first_row, bound.max_tokens)

@@ -91,6 +91,7 @@ def _rotate_halves(
     heads: TensorValue, row_offsets: TensorValue, cache_lengths: TensorValue, table: TensorValue
 ) -> TensorValue:
     """Rotates whole heads: MAX 26.7 rotates the halves of a part of one wrongly on the CPU."""
+    table = ops.cast(table, heads.dtype)
     return kernels.rope_ragged(heads, row_offsets, cache_lengths, table, interleaved=False)
 
 

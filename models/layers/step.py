@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from max.graph import BufferValue, TensorValue
 from max.nn.kv_cache import PagedCacheValues
 
+from models.kernels.accelerators import LatentPrefill
 from models.state import DeviceState
 
 
@@ -25,6 +26,9 @@ class Step:
 
     context_length: TensorValue | None = None
     """int32 ``[1]`` on the CPU: the page-aligned context of this device's replica, where taken."""
+
+    prefill: LatentPrefill | None = None
+    """How latents are unpacked, where accelerators attend to latents."""
 
     state: DeviceState[TensorValue, BufferValue] | None = None
     """This device's per-request state, where the decoder declares it."""

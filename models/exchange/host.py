@@ -1,15 +1,10 @@
-"""The exchange of tokens between devices that hold different experts.
-
-A device dispatches its tokens' activations to the devices of the experts they chose, and gets
-each choice's result back. On simulated devices it goes through buffers on the host, one set per
-device: the decoder's ``ep`` inputs.
-"""
+"""The exchange between simulated devices, through buffers on the host, one set per device."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 from max import tree
@@ -19,6 +14,7 @@ from max.graph import BufferType, BufferValue, DeviceRef, Dim, TensorValue, ops
 
 from models.buffers import zeroed
 from models.config import DecoderConfig
+from models.exchange.base import DeviceExperts, Route, weighted_sum
 from models.kernels import dispatch_tokens, read_rows, return_results
 from models.placement import Placement
 from models.settings import ExpertSettings
@@ -39,52 +35,6 @@ class ExchangeBuffers(Generic[BufferT]):
 
     results: BufferT
     """[tokens of this device * k, hidden]: the results of this device's own choices."""
-
-
-class Exchange(Protocol):
-    """The exchange as a graph sees it; values come and go one per device."""
-
-    def dispatch(
-        self, xs: Sequence[TensorValue], chosen: Sequence[TensorValue]
-    ) -> list[tuple[TensorValue, TensorValue]]:
-        """Sends each device's tokens to the devices of the experts they chose.
-
-        Args:
-            xs: [tokens of the device, hidden].
-            chosen: int32 [tokens of the device, k]: experts by their index in the model.
-
-        Returns:
-            Per device the batch's activations, of which those it was sent are filled, and
-            int32 [total_seq_len, k]: the experts they are for, or -1.
-        """
-        ...
-
-    def combine(self, results: Sequence[TensorValue]) -> list[TensorValue]:
-        """Sends each choice's result back to the device of its token.
-
-        Args:
-            results: Per device, [total_seq_len * k, hidden].
-
-        Returns:
-            Per device, [tokens of the device * k, hidden].
-        """
-        ...
-
-
-class ExpertParallelExchange(Protocol):
-    """The exchange outside of graphs: it describes, allocates and provides its buffers."""
-
-    def input_tree(self, stage: int = 0) -> object:
-        """The tree of types of a stage's ``ep`` inputs."""
-        ...
-
-    def initialize(self, session: InferenceSession) -> None:
-        """Allocates the buffers with the session that runs the decoder."""
-        ...
-
-    def model_inputs(self, stage: int = 0) -> object:
-        """A stage's buffers, in ``input_tree()``'s structure."""
-        ...
 
 
 def exchange_types(
@@ -136,10 +86,29 @@ class HostExchange:
         self._chosen: Sequence[TensorValue] = ()
         self._firsts: list[TensorValue] = []
 
-    def dispatch(
+    def __call__(
+        self,
+        xs: Sequence[TensorValue],
+        routes: Sequence[Route],
+        experts: Sequence[DeviceExperts],
+    ) -> list[TensorValue]:
+        """Sends each device's tokens to the experts they chose, and gets the results back."""
+        received = self._dispatch(xs, [chosen for chosen, _ in routes])
+        results = [
+            device.choices(x, chosen) for device, (x, chosen) in zip(experts, received, strict=True)
+        ]
+        return [
+            weighted_sum(rows, weights)
+            for rows, (_, weights) in zip(self._combine(results), routes, strict=True)
+        ]
+
+    def _dispatch(
         self, xs: Sequence[TensorValue], chosen: Sequence[TensorValue]
     ) -> list[tuple[TensorValue, TensorValue]]:
-        """Sends each device's tokens to the devices of the experts they chose."""
+        """Per device the batch's activations, of which those it was sent are filled.
+
+        Beside them int32 [total_seq_len, k]: the experts they are for, or -1.
+        """
         self._chosen, self._firsts = chosen, _first_rows(xs)
         every = Dim("total_seq_len")
         received = []
@@ -149,8 +118,8 @@ class HostExchange:
             received.append((read_rows(buffers.tokens, every), read_rows(buffers.experts, every)))
         return received
 
-    def combine(self, results: Sequence[TensorValue]) -> list[TensorValue]:
-        """Sends each choice's result back to the device of its token."""
+    def _combine(self, results: Sequence[TensorValue]) -> list[TensorValue]:
+        """Per device, the results of its tokens' choices, [tokens of the device * k, hidden]."""
         returned = []
         for buffers, chosen, first in zip(self._buffers, self._chosen, self._firsts, strict=True):
             for result, held in zip(results, self._held, strict=True):
