@@ -30,19 +30,22 @@ def describe(plan: Plan) -> dict[str, Any]:
         plan: The plan.
     """
     deployment, contract = plan.deployment, contract_json(plan)
+    on_host, target = plan.capacity is None, "cpu"
+    if plan.capacity is not None:
+        target = f"{plan.capacity.accelerator.api}:{plan.capacity.accelerator.arch}"
     return {
         "max": version("max"),
-        "kernels": kernel_library().parent.name,
-        "target": "cpu",
+        "kernels": kernel_library().parent.name if on_host else None,
+        "target": target,
         "deployment": {
-            "devices": as_json(deployment.devices),
+            "devices": {"count": deployment.devices.count},
             "parallel": as_json(deployment.parallel),
             "constants": as_json(deployment.constants),
             "max_length": plan.max_length,
             "return_logits": plan.stages[-1].config.return_logits.value,
             "vision": deployment.vision,
         },
-        "encoding": plan.model.encoding.value,
+        "encoding": plan.encoding.value,
         "settings": as_json(plan.settings),
         "inputs": {
             "decoder": [

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from max.driver import CPU, Device, DeviceSpec
+from max.driver import Device, DeviceSpec
 from max.nn.kv_cache import KVCacheParamInterface
 from max.pipelines.kv_cache.config import KVCacheConfig
 from max.pipelines.lib.config import MAXModelConfig, PipelineConfig
@@ -18,7 +18,7 @@ from max.pipelines.lib.pipeline_runtime_config import PipelineRuntimeConfig
 from transformers import PretrainedConfig
 
 from builder.resolve import Plan
-from models.config import DecoderConfig, VisionConfig
+from models.config import DecoderConfig
 from models.decoder import CausalDecoder
 from models.registration_graph_api import (
     GraphApiDecoderPipelineModel,
@@ -52,11 +52,11 @@ class Registration:
 def build(plan: Plan) -> Registration:
     """Registers the plan's decoder and writes its deployment in MAX's configuration."""
     stages = tuple(stage.config for stage in plan.stages)
-    num_devices = len(stages[0].placement.devices)
+    devices = stages[0].placement.devices
     model_config = MAXModelConfig(
         model_path="",
-        device_specs=[DeviceSpec.cpu()] * num_devices,
-        quantization_encoding=plan.model.encoding.value,
+        device_specs=[DeviceSpec(device.id, device.device_type.value) for device in devices],
+        quantization_encoding=plan.encoding.value,
         max_length=plan.max_length,
         data_parallel_degree=plan.num_replicas,
         kv_cache=KVCacheConfig(
@@ -77,10 +77,10 @@ def build(plan: Plan) -> Registration:
     return Registration(
         plan=plan,
         model_cls=graph_api_pipeline_model(
-            CausalDecoder, _planned(stages, plan.vision), vision_cls=VisionEncoder
+            CausalDecoder, _planned(plan, stages), vision_cls=VisionEncoder
         ),
         pipeline_config=pipeline_config,
-        devices=[CPU()] * num_devices,
+        devices=[device.to_device() for device in devices],
         memory_plan=MemoryPlan(
             planned_max_batch_size=plan.deployment.batch.max_batch_size,
             footprint=sum(device.total for device in plan.devices),
@@ -105,18 +105,18 @@ def _huggingface_config(settings: ModelSettings) -> PretrainedConfig:
     return config
 
 
-def _planned(stages: tuple[DecoderConfig, ...], vision: VisionConfig | None) -> type[Any]:
+def _planned(plan: Plan, stages: tuple[DecoderConfig, ...]) -> type[Any]:
     """The architecture configuration class of a deployment that is already resolved."""
 
     class PlannedConfig:
         """MAX's view of a plan's decoder configuration."""
 
-        DEFAULT_ENCODING = "float32"
-        SUPPORTED_ENCODINGS: frozenset[str] = frozenset({"float32"})
+        DEFAULT_ENCODING = plan.encoding.value
+        SUPPORTED_ENCODINGS: frozenset[str] = frozenset({plan.encoding.value})
 
         def __init__(self) -> None:
             self.stages = stages
-            self.vision = vision
+            self.vision = plan.vision
             self.max_batch_size = stages[0].max_batch_size
 
         @classmethod

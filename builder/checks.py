@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from max.driver import accelerator_count
+
 from builder.memory import DeviceShare, WeightItems
 from builder.schema import (
     DeploymentConfig,
@@ -29,11 +31,6 @@ MIN_SLIDING_WINDOW = 128
 def check_devices(deployment: DeploymentConfig) -> None:
     """The parallel degrees make as many devices as there are."""
     devices, parallel = deployment.devices, deployment.parallel
-    if devices.kind is not DeviceKind.cpu:
-        raise ConfigError(
-            f"deployment.devices.kind: {devices.kind.value} devices are not supported yet\n"
-            "  what works: deployment.devices.kind=cpu"
-        )
     degrees = {
         "tensor": parallel.tensor,
         "data": parallel.data,
@@ -257,7 +254,10 @@ def obstacles(
     found = []
     if not checkpoint.has_weights:
         found.append(f"model.source: {checkpoint.path} has no *.safetensors file")
-    if deployment.devices.kind is DeviceKind.cpu and model.encoding is not Encoding.float32:
+    if deployment.devices.kind is not DeviceKind.cpu:
+        return (*found, *_missing_accelerators(deployment))
+    assert model.encoding is not None, "resolve chooses the encoding"
+    if model.encoding is not Encoding.float32:
         found.append(
             f"model.encoding: {model.encoding.value} is not computed on the CPU, where MAX's "
             "kernels are slower in it than in float32\n  what works: model.encoding=float32 "
@@ -277,6 +277,24 @@ def obstacles(
             "or max_length"
         )
     return tuple(found)
+
+
+def _missing_accelerators(deployment: DeploymentConfig) -> tuple[str, ...]:
+    """Why accelerators of a deployment can't be run on."""
+    devices = deployment.devices
+    if devices.kind is DeviceKind.virtual:
+        return (
+            "deployment.devices.kind: virtual accelerators are compiled for, and run nothing\n"
+            "  what works: task=compile or task=plan; deployment.devices.kind=gpu on a machine "
+            "that has them",
+        )
+    here = accelerator_count()
+    if here >= devices.count:
+        return ()
+    return (
+        f"deployment.devices.count: {devices.count} accelerators, this machine has {here}\n"
+        "  what works: deployment.devices.kind=virtual with task=compile or task=plan",
+    )
 
 
 def check_no_obstacle(found: Sequence[str]) -> None:

@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
+from max.graph import BufferType, TensorType
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from builder.capacity import Capacity
 from builder.resolve import Plan, Stage
 from models.contract import FieldDecision, Leaf, named_leaves
 from models.vision import image_inputs
@@ -69,11 +71,18 @@ def _field_json(plan: Plan, decisions: Sequence[tuple[int, FieldDecision]]) -> d
 def _leaf_json(plan: Plan, leaf: Leaf) -> dict[str, Any]:
     return {
         "path": leaf.path,
-        "dtype": leaf.type.dtype.name,
-        "shape": _shape(leaf),
-        "device": device_name(leaf),
+        **type_json(leaf.type),
         "kind": leaf.kind,
         "max_bytes": max_bytes(plan, leaf),
+    }
+
+
+def type_json(type_: TensorType | BufferType) -> dict[str, Any]:
+    """The dtype, shape and device of a graph's input."""
+    return {
+        "dtype": type_.dtype.name,
+        "shape": [int(str(dim)) if str(dim).isdigit() else str(dim) for dim in type_.shape],
+        "device": f"{type_.device.device_type.value}:{type_.device.id}",
     }
 
 
@@ -92,6 +101,9 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "num_pages": plan.num_pages,
         "kv_bytes_per_token": plan.kv_bytes_per_token,
         "devices": [{**as_json(share), "total": share.total} for share in plan.devices],
+        "capacity": None
+        if plan.capacity is None
+        else {**as_json(plan.capacity), "fits": plan.capacity.fits},
         "obstacles": list(plan.obstacles),
         "weights": {**as_json(plan.weights), "total": plan.weights.total},
     }
@@ -114,20 +126,10 @@ def as_json(value: Any) -> Any:
     return value
 
 
-def _shape(leaf: Leaf) -> list[int | str]:
-    return [int(str(dim)) if str(dim).isdigit() else str(dim) for dim in leaf.type.shape]
-
-
-def device_name(leaf: Leaf) -> str:
-    """The device of an input, such as ``cpu:0``."""
-    device = leaf.type.device
-    return f"{device.device_type.value}:{device.id}"
-
-
 def max_bytes(plan: Plan, leaf: Leaf) -> int:
     """The bytes of an input when each symbolic dimension is at its limit."""
     total = leaf.type.dtype.size_in_bytes
-    for dim in _shape(leaf):
+    for dim in type_json(leaf.type)["shape"]:
         total *= dim if isinstance(dim, int) else plan.limits[dim]
     return total
 
@@ -210,7 +212,7 @@ def _field_cells(plan: Plan, field: FieldDecision) -> tuple[str | Text, ...]:
         ", ".join(dict.fromkeys(values))
         for values in (
             (leaf.type.dtype.name for leaf in field.leaves),
-            (device_name(leaf) for leaf in field.leaves),
+            (type_json(leaf.type)["device"] for leaf in field.leaves),
         )
     )
     total = sum(max_bytes(plan, leaf) for leaf in field.leaves)
@@ -226,9 +228,10 @@ def _field_cells(plan: Plan, field: FieldDecision) -> tuple[str | Text, ...]:
 
 
 def _leaf_cells(plan: Plan, leaf: Leaf) -> tuple[str | Text, ...]:
-    dtype = leaf.type.dtype.name + (" buffer" if leaf.kind == "buffer" else "")
-    shape = Text(f"[{', '.join(map(str, _shape(leaf)))}]")
-    return dtype, shape, device_name(leaf), human_bytes(max_bytes(plan, leaf))
+    type_ = type_json(leaf.type)
+    dtype = type_["dtype"] + (" buffer" if leaf.kind == "buffer" else "")
+    shape = Text(f"[{', '.join(map(str, type_['shape']))}]")
+    return dtype, shape, type_["device"], human_bytes(max_bytes(plan, leaf))
 
 
 def _span(name: str, numbers: range) -> str:
@@ -277,8 +280,22 @@ def print_placement(plan: Plan, out: Console) -> None:
         f"{human_bytes(plan.kv_bytes_per_token)} per token; "
         f"sequences of up to {plan.max_length} tokens"
     )
+    if plan.capacity is not None:
+        out.print(_capacity_line(plan, plan.capacity))
     for obstacle in plan.obstacles:
         out.print(f"cannot be run on this machine: {obstacle}", style="yellow")
+
+
+def _capacity_line(plan: Plan, capacity: Capacity) -> str:
+    accelerator, batch = capacity.accelerator, plan.deployment.batch.max_batch_size
+    part = plan.deployment.devices.memory_utilization
+    return (
+        f"memory: {accelerator.name} has {human_bytes(accelerator.memory)}, of which "
+        f"{human_bytes(capacity.usable)} are planned with ({part:g}); device {capacity.fullest} "
+        f"needs {human_bytes(capacity.needed)}\n"
+        f"largest: {capacity.largest_batch} sequences of {plan.max_length} tokens per replica; or "
+        f"{batch} of {capacity.largest_length}"
+    )
 
 
 def _placement_columns(plan: Plan) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
@@ -292,6 +309,8 @@ def _placement_columns(plan: Plan) -> tuple[dict[str, str], dict[str, str], dict
         "state": "state",
         "exchange": "exchange",
         "scratch": "scratch",
+        "signals": "signals",
+        "activations": "activations",
     }
     held = {
         heading: name

@@ -14,7 +14,9 @@ from max.graph import DeviceRef
 from max.nn.transformer import ReturnLogits
 
 from builder import checks
+from builder.accelerators import accelerator_of, check_accelerated
 from builder.adapters import lora_limits, open_adapters
+from builder.capacity import Capacity, capacity_of, check_fits
 from builder.memory import (
     DeviceShare,
     WeightItems,
@@ -22,7 +24,14 @@ from builder.memory import (
     kv_bytes_per_token,
     weight_items,
 )
-from builder.schema import DeploymentConfig, Encoding, Logits, ModelConfig
+from builder.schema import (
+    DeploymentConfig,
+    DeviceKind,
+    DevicesConfig,
+    Encoding,
+    Logits,
+    ModelConfig,
+)
 from models.checkpoints import Checkpoint
 from models.config import DecoderConfig, VisionConfig
 from models.contract import Contract
@@ -77,6 +86,9 @@ class Plan:
     devices: tuple[DeviceShare, ...]
     """What each device holds."""
 
+    capacity: Capacity | None
+    """What would fit into the accelerators; ``None`` on the CPU."""
+
     vision: VisionConfig | None
     """The encoder of images; ``None`` where the deployment takes text alone."""
 
@@ -96,6 +108,12 @@ class Plan:
     def settings(self) -> ModelSettings:
         """The model's settings."""
         return self.stages[0].config.settings
+
+    @property
+    def encoding(self) -> Encoding:
+        """How weights are held and computed."""
+        assert self.model.encoding is not None, "resolve chooses one"
+        return self.model.encoding
 
     @property
     def num_replicas(self) -> int:
@@ -126,9 +144,16 @@ def resolve(
         ConfigError: If any setting can't be satisfied; the message shows the arithmetic.
     """
     settings = checkpoint.settings
+    accelerator = accelerator_of(deployment.devices)
+    if model.encoding is None:
+        encoding = Encoding.float32 if accelerator is None else Encoding.bfloat16
+        model = replace(model, encoding=encoding)
+    assert model.encoding is not None
     logits = ReturnLogits((deployment.return_logits or needed_logits).value)
     checks.check_devices(deployment)
     checks.check_features(deployment, settings)
+    if accelerator is not None:
+        check_accelerated(model.encoding, deployment, settings)
     checks.check_division(deployment, settings)
     checks.check_batch(deployment)
     max_length = _max_length(deployment, settings)
@@ -175,6 +200,11 @@ def resolve(
         num_pages,
         encoder,
     )
+    capacity = None
+    if accelerator is not None:
+        configs = [stage.config for stage in stages]
+        capacity = capacity_of(accelerator, deployment, configs, devices)
+        check_fits(capacity, deployment, num_pages, max_length, devices)
     items = weight_items([*every, *shared], expected_shapes([*every, *shared]))
     return Plan(
         model=model,
@@ -184,6 +214,7 @@ def resolve(
         max_length=max_length,
         num_pages=num_pages,
         devices=devices,
+        capacity=capacity,
         vision=vision,
         weights=items,
         adapters=open_adapters(
@@ -196,12 +227,12 @@ def resolve(
 
 def _placements(deployment: DeploymentConfig, settings: ModelSettings) -> list[Placement]:
     parallel = deployment.parallel
+    each = checks.stage_devices(parallel)
     counts = parallel.stage_layers or even_counts(settings.num_layers, parallel.pipeline)
     checks.check_stage_layers(deployment, settings, counts)
     return [
         Placement(
-            # Simulated devices are all the one CPU.
-            devices=(DeviceRef.CPU(),) * checks.stage_devices(parallel),
+            devices=_device_refs(deployment.devices, range(stage * each, (stage + 1) * each)),
             tensor=parallel.tensor,
             data=parallel.data,
             expert=parallel.expert,
@@ -211,6 +242,13 @@ def _placements(deployment: DeploymentConfig, settings: ModelSettings) -> list[P
         )
         for stage, layers in enumerate(split_layers(settings.num_layers, counts))
     ]
+
+
+def _device_refs(devices: DevicesConfig, numbers: range) -> tuple[DeviceRef, ...]:
+    """Some of a deployment's devices; simulated ones are all the one CPU."""
+    if devices.kind is DeviceKind.cpu:
+        return (DeviceRef.CPU(),) * len(numbers)
+    return tuple(DeviceRef.GPU(number) for number in numbers)
 
 
 def _max_length(deployment: DeploymentConfig, settings: ModelSettings) -> int:

@@ -71,8 +71,9 @@ class ModelConfig:
     tokenizer: str | None = None
     """A folder with tokenizer files, where the checkpoint has none or others are wanted."""
 
-    encoding: Encoding = Encoding.float32
-    """How weights are held and computed."""
+    encoding: Encoding | None = None
+    """How weights are held and computed; by default float32 on the CPU and bfloat16 on
+    accelerators."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +85,22 @@ class DevicesConfig:
 
     count: int = 1
     """How many. On the CPU, more than one are simulated."""
+
+    accelerator: str | None = None
+    """Which accelerators: a name that says the next three, such as ``h100``."""
+
+    api: str | None = None
+    """Their programming interface: ``cuda`` or ``hip``."""
+
+    arch: str | None = None
+    """The target that is compiled for, such as ``sm_90a``."""
+
+    memory_gib: float | None = None
+    """The memory of each, in GiB."""
+
+    memory_utilization: float = 0.9
+    """The part of an accelerator's memory that is planned with; the rest is for what a graph
+    allocates while it runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,8 +285,10 @@ class VerifyTask:
     """Tokens of a replica's step while verifying, so that prompts are prefilled in chunks; by
     default 48, or what the deployment allows."""
 
-    tolerance: float = 1e-4
-    """The largest absolute difference of logits that passes."""
+    tolerance: float | None = None
+    """The largest difference of logits that passes: in float32 absolute, by default 1e-4; in
+    bfloat16 relative to the row's largest logit, by default 0.03, and greedy tokens are told but
+    may differ."""
 
 
 @dataclass(frozen=True, kw_only=True)

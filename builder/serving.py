@@ -30,14 +30,20 @@ def check_servable(plan: Plan) -> None:
         ConfigError: If it is not, with the reason.
     """
     deployment, family = plan.deployment, plan.checkpoint.family
-    devices = deployment.devices.count
+    devices, on_host = deployment.devices.count, plan.capacity is None
     reasons = {
-        "devices.count": devices > 1
+        "devices.count": on_host
+        and devices > 1
         and f"{devices} simulated devices; MAX has one CPU, and serves on that",
+        "parallel.pipeline": deployment.parallel.pipeline > 1
+        and "several stages; MAX's server has one graph of all layers",
+        "parallel.expert": deployment.parallel.expert > deployment.parallel.tensor
+        and deployment.parallel.data == 1
+        and "experts beside layers that each device has all of; MAX divides those, or has replicas",
         "vision": deployment.vision
         and "images; what MAX 26.7 prepares them with needs PyTorch and torchvision",
         "lora": plan.stages[0].config.lora is not None
-        and "adapters; MAX 26.7 serves them on accelerators only",
+        and "adapters; MAX 26.7 has them in layers of its own only",
         "artifact": deployment.artifact is not None
         and "exported graphs; MAX's server compiles its own, or finds them in the cache",
         "constants": bool(deployment.constants)
@@ -69,13 +75,19 @@ def server_arguments(plan: Plan, folder: Path) -> list[str]:
         plan: The plan.
         folder: The model's folder.
     """
-    batch = plan.deployment.batch
+    batch, parallel = plan.deployment.batch, plan.deployment.parallel
+    devices = "cpu"
+    if plan.capacity is not None:
+        devices = f"gpu:{','.join(map(str, range(plan.deployment.devices.count)))}"
     return [
         f"--custom-architectures={ARCHITECTURES}",
         f"--model-path={folder}",
         f"--served-model-name={plan.model.name}",
-        "--devices=cpu",
-        f"--quantization-encoding={plan.model.encoding.value}",
+        f"--devices={devices}",
+        f"--device-memory-utilization={plan.deployment.devices.memory_utilization:g}",
+        f"--data-parallel-degree={parallel.data}",
+        f"--ep-size={parallel.expert}",
+        f"--quantization-encoding={plan.encoding.value}",
         f"--max-length={plan.max_length}",
         f"--max-batch-size={batch.max_batch_size}",
         f"--max-batch-input-tokens={batch.max_batch_input_tokens}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ import pytest
 
 os.environ.setdefault("MODULAR_TELEMETRY_ENABLED", "0")
 
-from builder.compose import compose
+from builder.compose import compose, config_folder
 from builder.resolve import Plan, resolve
 from builder.sampling import Sampler
 from builder.schema import SamplingConfig
@@ -39,6 +40,13 @@ FAMILIES = (
     *("tiny_mixtral", "tiny_qwen3_moe", "tiny_olmoe", "tiny_deepseek_v2", "tiny_deepseek_v3"),
     *("tiny_lfm2", "tiny_gpt2", "tiny_idefics3", "tiny_qwen3_next"),
 )
+
+DEPLOYMENTS = sorted((config_folder() / "deployment").glob("*.yaml"))
+ON_ACCELERATORS = [
+    file.stem for file in DEPLOYMENTS if re.search("/devices@devices: (?!cpu)", file.read_text())
+]
+ON_HOST = [file.stem for file in DEPLOYMENTS if file.stem not in ON_ACCELERATORS]
+"""Our deployments, by what their devices are."""
 
 SHARED_TABLE = (
     *("model=tiny_qwen2", "deployment=pp2"),

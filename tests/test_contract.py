@@ -6,13 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from conftest import ADAPTERS, VISION, VISION_PARALLEL, compiled_for, plan_for
+from conftest import ADAPTERS, ON_HOST, VISION, VISION_PARALLEL, compiled_for, plan_for
 from max import tree
 from max.dtype import DType
 from max.engine import Model
 from max.graph import BufferType, DeviceRef, TensorType
 
-from builder.compose import config_folder
 from builder.report import contract_json, max_bytes
 from models.config import Declarations
 from models.contract import named_leaves, resolve_contract
@@ -21,7 +20,6 @@ from models.placement import Placement
 from models.role_contracts import FIELD_NAMES, DecoderInputs
 
 CPU = DeviceRef.CPU()
-DEPLOYMENTS = sorted(file.stem for file in (config_folder() / "deployment").glob("*.yaml"))
 
 # The table of the reference document, in its order.
 CANONICAL = [
@@ -38,7 +36,7 @@ def model_for(deployment: str) -> str:
     return "model=tiny_deepseek_v3" if deployment.startswith("ep") else "model=tiny_llama"
 
 
-@pytest.mark.parametrize("deployment", DEPLOYMENTS)
+@pytest.mark.parametrize("deployment", ON_HOST)
 def test_compiled_model_takes_exactly_the_contract(deployment: str) -> None:
     # With the adapters that other tests compile it with; they do not change what it takes.
     adapters = ADAPTERS if deployment.startswith("lora") else ()
@@ -66,7 +64,7 @@ def assert_takes(model: Model, leaves: list[dict[str, Any]]) -> None:
         assert f"{device.label}:{device.id}" == leaf["device"], leaf["path"]
 
 
-@pytest.mark.parametrize("deployment", DEPLOYMENTS)
+@pytest.mark.parametrize("deployment", ON_HOST)
 def test_every_input_has_a_use_in_the_graph(deployment: str) -> None:
     # A tied table is read by the last stage too.
     more = ["deployment.constants=[token_embedding]"] if deployment.startswith("pp") else []

@@ -13,6 +13,7 @@ from max import tree
 from max.driver import Buffer
 from max.dtype import DType
 from max.graph import DeviceRef, TensorType
+from published import DEEPSEEK_V3, LLAMA_31_8B, published
 from test_command import rolecall
 
 from models.batch_processor import _context_lengths
@@ -109,86 +110,17 @@ def test_nothing_in_the_workspace_or_the_exchange_outlives_a_step(
 
 # The published configurations' facts (config.json of deepseek-ai/DeepSeek-V3 and
 # meta-llama/Llama-3.1-8B); what they leave out, the families' defaults give.
-DEEPSEEK_V3 = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "vocab_size": 129280,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 61,
-    "num_nextn_predict_layers": 1,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "n_shared_experts": 1,
-    "n_routed_experts": 256,
-    "routed_scaling_factor": 2.5,
-    "kv_lora_rank": 512,
-    "q_lora_rank": 1536,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "qk_nope_head_dim": 128,
-    "topk_method": "noaux_tc",
-    "n_group": 8,
-    "topk_group": 4,
-    "num_experts_per_tok": 8,
-    "moe_layer_freq": 1,
-    "first_k_dense_replace": 3,
-    "norm_topk_prob": True,
-    "scoring_func": "sigmoid",
-    "hidden_act": "silu",
-    "max_position_embeddings": 163840,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "rope_theta": 10000,
-    "rope_scaling": {
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "factor": 40,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-        "type": "yarn",
-    },
-    "attention_bias": False,
-}
-LLAMA_31_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "rope_theta": 500000.0,
-    "rope_scaling": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-}
-
-
-def _published(folder: Path, config: dict[str, object], *more: str):
-    (folder / "config.json").write_text(json.dumps(config))
-    return plan_for("model=local", f"model.source={folder}", "model.encoding=bfloat16", *more)
-
-
 def test_kv_bytes_per_token_of_published_models(tmp_path: Path) -> None:
     # 61 layers of a latent of 512 and a rotated key of 64, two bytes each.
-    assert _published(tmp_path, DEEPSEEK_V3).kv_bytes_per_token == 61 * (512 + 64) * 2 == 70272
+    assert published(tmp_path, DEEPSEEK_V3).kv_bytes_per_token == 61 * (512 + 64) * 2 == 70272
     # Keys and values of 8 heads of 128 in 32 layers.
-    assert _published(tmp_path, LLAMA_31_8B).kv_bytes_per_token == 2 * 8 * 128 * 32 * 2 == 131072
+    assert published(tmp_path, LLAMA_31_8B).kv_bytes_per_token == 2 * 8 * 128 * 32 * 2 == 131072
 
 
 def test_weights_per_device_of_deepseek_v3_under_ep8_from_its_configuration(
     tmp_path: Path,
 ) -> None:
-    plan = _published(
+    plan = published(
         tmp_path, DEEPSEEK_V3, "deployment.parallel.expert=8", "deployment.devices.count=8"
     )
     hidden, heads = 7168, 128
@@ -218,7 +150,7 @@ def test_weights_per_device_of_deepseek_v3_under_ep8_from_its_configuration(
 
 
 def test_weights_of_deepseek_v3_are_the_published_671_billion(tmp_path: Path) -> None:
-    plan = _published(tmp_path, DEEPSEEK_V3)
+    plan = published(tmp_path, DEEPSEEK_V3)
     routers = 58 * (256 * 7168 + 256)
     assert round((plan.weights.checkpoint - 2 * routers) / 2 / 1e9) == 671
 
