@@ -21,14 +21,18 @@ TINY = ("model=tiny_llama", "task.prompts=[[5,6,7]]")
 
 
 def rolecall(
-    tmp_path: Path, *arguments: str, status: int = 0, **environment: str
+    tmp_path: Path,
+    *arguments: str,
+    status: int = 0,
+    timeout: float = PROCESS_LIMIT,
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """Runs the command with a job folder of the test's own."""
     done = subprocess.run(
         [sys.executable, "-m", "builder", f"hydra.run.dir={tmp_path / 'job'}", *arguments],
         capture_output=True,
         text=True,
-        timeout=PROCESS_LIMIT,
+        timeout=timeout,
         cwd=tmp_path,
         # MAX puts PYTHONEXECUTABLE into a process's environment, behind os.environ.
         env={**os.environ, **environment},

@@ -6,8 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from builder.report import human_bytes, summary_table
+from rich.table import Table
+
+from builder.report import human_bytes, summary_table, type_json
+from builder.resolve import Plan
+from builder.schema import DeviceKind
 from builder.steps import Job
+from builder.virtual import compile_virtual
+from models.placement import stage_role
 
 if TYPE_CHECKING:
     from builder.compile import Compiled
@@ -22,11 +28,14 @@ def run(job: Job) -> None:
     Raises:
         ConfigError: If the deployment can't be compiled.
     """
+    folder = job.folder.path / FOLDER
+    if job.config.deployment.devices.kind is DeviceKind.virtual:
+        _compile_for_target(job, folder)
+        return
     plan = job.plan()
     compiled = job.compile(plan)
     from builder.artifact import export
 
-    folder = job.folder.path / FOLDER
     artifacts = compiled.model.compiled_artifacts
     roles = compiled.model.roles
     with job.step("export", f"exporting {', '.join(roles)}"):
@@ -36,12 +45,31 @@ def run(job: Job) -> None:
     _print_summary(job, compiled, folder)
 
 
+def _compile_for_target(job: Job, folder: Path) -> None:
+    plan = job.plan(only_plan=True)
+    assert plan.capacity is not None
+    arch = plan.capacity.accelerator.arch
+    name = f"{plan.model.name} for {plan.deployment.name}"
+    with job.step("compile", f"compiling {name}, for {arch} (minutes the first time)"):
+        compiled = compile_virtual(plan, folder)
+    for stage in plan.stages:
+        taken = compiled.inputs[stage_role(stage.config.placement)]
+        assert taken == [type_json(leaf.type) for leaf in stage.contract.leaves]
+    table = _summary(job, plan, folder, f"not loaded: there is no {arch} here")
+    table.add_row("took", f"at most {human_bytes(compiled.peak_bytes)} of memory")
+    job.out.print(table)
+
+
 def _print_summary(job: Job, compiled: Compiled, folder: Path) -> None:
-    plan = compiled.registration.plan
-    table = summary_table(plan)
+    table = _summary(job, compiled.registration.plan, folder, "loaded back")
     table.add_row("compile cache", "hit" if compiled.cache_hit else "miss")
+    job.out.print(table)
+
+
+def _summary(job: Job, plan: Plan, folder: Path, loaded: str) -> Table:
+    table = summary_table(plan)
     size = sum(file.stat().st_size for file in folder.iterdir())
-    table.add_row("artifact", f"{human_bytes(size)}, loaded back; the weights are not in it")
+    table.add_row("artifact", f"{human_bytes(size)}, {loaded}; the weights are not in it")
     table.add_row("steps", ", ".join(f"{name} {took:.2f} s" for name, took in job.seconds.items()))
     table.add_row("use it with", f"deployment.artifact={folder}")
-    job.out.print(table)
+    return table
