@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
-from max.driver import CPU
+from max.driver import CPU, Accelerator
 from max.engine import InferenceSession
 from max.pipelines.lib.graph_specs import GraphSpec
 
@@ -38,9 +38,15 @@ class Compiled:
 
 
 @cache
-def process_session() -> InferenceSession:
-    """The one session of this process, shared by its deployments."""
-    return InferenceSession(devices=[CPU()])
+def process_session(num_accelerators: int = 0) -> InferenceSession:
+    """The one session of this process for so many devices, shared by its deployments.
+
+    Args:
+        num_accelerators: Accelerators; 0 is the CPU.
+    """
+    if num_accelerators == 0:
+        return InferenceSession(devices=[CPU()])
+    return InferenceSession(devices=[Accelerator(n) for n in range(num_accelerators)])
 
 
 def compile_cache_folder() -> Path:

@@ -96,4 +96,6 @@ class Job:
 
                 registration = build(plan)
             with self.step("compile", f"compiling {name} (a minute or two the first time)"):
-                return compile_registration(registration, process_session())
+                on_cpu = plan.capacity is None
+                session = process_session(0 if on_cpu else plan.deployment.devices.count)
+                return compile_registration(registration, session)

@@ -38,6 +38,10 @@ from models.registration_graph_api import (
     stages_kv_params,
 )
 
+ENCODINGS = {"float32": DType.float32, "bfloat16": DType.bfloat16}
+"""What weights, activations and the KV cache are in, by MAX's name; MAX refuses the second on the
+CPU."""
+
 DEFAULT_BATCH_SIZE = 8
 """The sequences of a step where neither the user nor MAX's plan says."""
 
@@ -55,7 +59,7 @@ class ServedConfig(ArchConfigWithBoundedMaxSeqLen):
     """
 
     DEFAULT_ENCODING: ClassVar[str] = "float32"
-    SUPPORTED_ENCODINGS: ClassVar[set[str]] = {"float32"}
+    SUPPORTED_ENCODINGS: ClassVar[set[str]] = set(ENCODINGS)
 
     vision: ClassVar[VisionConfig | None] = None
     """No images: what MAX's command prepares them with needs PyTorch."""
@@ -112,9 +116,10 @@ class ServedConfig(ArchConfigWithBoundedMaxSeqLen):
                     devices=tuple(devices),
                     tensor=len(devices) // replicas,
                     data=replicas,
+                    expert=runtime.ep_size,
                     layers=range(settings.num_layers),
                 ),
-                DType.float32,
+                ENCODINGS[config.quantization_encoding or self.DEFAULT_ENCODING],
                 ServingLimits(
                     max_seq_len=self.max_seq_len,
                     max_batch_size=self.max_batch_size,
@@ -172,7 +177,7 @@ def _architecture(family: Family, name: str) -> SupportedArchitecture:
         name=name,
         example_repo_ids=[],
         default_encoding="float32",
-        supported_encodings={"float32"},
+        supported_encodings=set(ENCODINGS),
         pipeline_model=ServedDecoder,
         task=PipelineTask.TEXT_GENERATION,
         tokenizer=TextTokenizer,
