@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test lint clean
+.PHONY: run test lint gpu-compile gpu-check clean
 
 run: $(VENV)/.installed
 	$(BIN)/rolecall
@@ -11,6 +11,14 @@ run: $(VENV)/.installed
 test: lint
 	# Compiling keeps one core busy; a file's tests share what they compile.
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+# For accelerators that are not here: minutes per deployment the first time.
+gpu-compile: $(VENV)/.installed
+	$(BIN)/python -m pytest tests/gpu_compile.py
+
+# On a machine that has accelerators.
+gpu-check: $(VENV)/.installed
+	$(BIN)/python -m pytest -rA tests/gpu_check.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -27,6 +27,11 @@ class Accelerator:
     memory: int
     """Its memory in bytes."""
 
+    @property
+    def target(self) -> str:
+        """MAX's name of what is compiled for, such as ``cuda:sm_90a``."""
+        return f"{self.api}:{self.arch}"
+
 
 # What nvidia-smi, and on AMD amd-smi, reports as a device's total, in MiB.
 _KNOWN = {
@@ -165,3 +170,30 @@ def check_accelerated(
             "MAX 26.7 exchanges experts between all accelerators of a deployment\n"
             "  what works: pipeline=1, or expert=1"
         )
+
+
+def max_reason(error: BaseException) -> str:
+    """What MAX says is wrong, in one line: the last error of its compiler.
+
+    Args:
+        error: What it raised.
+    """
+    said: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        said += [line.strip() for line in str(cause).splitlines() if line.strip()]
+        cause = cause.__cause__
+    wrong = [line for line in said if "error:" in line or "constraint failed" in line]
+    return (wrong or said or [type(error).__name__])[-1]
+
+
+def compile_error(accelerator: Accelerator, reason: str) -> ConfigError:
+    """What a user is told where MAX can't compile.
+
+    Args:
+        accelerator: What for.
+        reason: MAX's own reason.
+    """
+    return ConfigError(
+        f"deployment.devices: MAX can't compile this for {accelerator.target}: {reason}"
+    )

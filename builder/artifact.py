@@ -30,13 +30,11 @@ def describe(plan: Plan) -> dict[str, Any]:
         plan: The plan.
     """
     deployment, contract = plan.deployment, contract_json(plan)
-    on_host, target = plan.capacity is None, "cpu"
-    if plan.capacity is not None:
-        target = f"{plan.capacity.accelerator.api}:{plan.capacity.accelerator.arch}"
+    on_host = plan.capacity is None
     return {
         "max": version("max"),
         "kernels": kernel_library().parent.name if on_host else None,
-        "target": target,
+        "target": "cpu" if plan.capacity is None else plan.capacity.accelerator.target,
         "deployment": {
             "devices": {"count": deployment.devices.count},
             "parallel": as_json(deployment.parallel),

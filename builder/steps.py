@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from builder.accelerators import compile_error, max_reason
 from builder.checks import check_no_obstacle
 from builder.interrupt import Interrupts
 from builder.job import JobFolder
@@ -98,4 +99,10 @@ class Job:
             with self.step("compile", f"compiling {name} (a minute or two the first time)"):
                 on_cpu = plan.capacity is None
                 session = process_session(0 if on_cpu else plan.deployment.devices.count)
-                return compile_registration(registration, session)
+                try:
+                    return compile_registration(registration, session)
+                except (RuntimeError, ValueError) as error:
+                    if plan.capacity is None or isinstance(error, ConfigError):
+                        raise
+                    accelerator = plan.capacity.accelerator
+                    raise compile_error(accelerator, max_reason(error)) from error

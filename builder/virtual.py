@@ -13,17 +13,22 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from builder.accelerators import accelerator_of, compile_error, max_reason
+from builder.interrupt import InterruptedJob
 from builder.resolve import Plan, resolve
 from builder.schema import DeploymentConfig, ModelConfig
-from models.errors import ConfigError
 
 MEMORY_PART = 0.9
 """The part of this machine's memory that a compile may take: some take all before they fail."""
+
+
+POLL_S = 0.2
+"""How often is asked whether to stop, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +52,19 @@ class CompiledForTarget:
     """The most memory that the compile took."""
 
 
-def compile_virtual(plan: Plan, folder: Path) -> CompiledForTarget:
+def compile_virtual(
+    plan: Plan, folder: Path, should_stop: Callable[[], bool] = lambda: False
+) -> CompiledForTarget:
     """Compiles a plan's graphs for its accelerators and exports them.
 
     Args:
         plan: The plan, of virtual devices.
         folder: Where the artifact goes.
+        should_stop: Asked several times a second.
 
     Raises:
         ConfigError: If MAX can't compile them, with its reason.
+        InterruptedJob: If it was asked to stop.
     """
     order = _Order(plan.model, plan.deployment, plan.checkpoint.path, folder)
     process = subprocess.Popen(
@@ -65,11 +74,13 @@ def compile_virtual(plan: Plan, folder: Path) -> CompiledForTarget:
         stderr=subprocess.PIPE,
         # As Python knows it: Mojo puts another interpreter into the process' own (26.7).
         env=dict(os.environ),
+        # Ctrl-C is this process' to notice.
+        start_new_session=True,
     )
     try:
-        output, said = process.communicate(pickle.dumps(order))
+        output, said = _wait(process, pickle.dumps(order), should_stop)
     except BaseException:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         raise
     # A status of its own is a defect of ours; a signal ends MAX's compiler.
@@ -78,10 +89,20 @@ def compile_virtual(plan: Plan, folder: Path) -> CompiledForTarget:
     if "inputs" in answer:
         return CompiledForTarget(**answer)
     reason = answer["reason"] if answer else _how_it_ended(process.returncode)
-    capacity = plan.capacity
-    assert capacity is not None
-    target = f"{capacity.accelerator.api}:{capacity.accelerator.arch}"
-    raise ConfigError(f"deployment.devices: MAX can't compile this for {target}: {reason}")
+    assert plan.capacity is not None
+    raise compile_error(plan.capacity.accelerator, reason)
+
+
+def _wait(
+    process: subprocess.Popen[bytes], order: bytes, should_stop: Callable[[], bool]
+) -> tuple[bytes, bytes]:
+    """What a process writes until it ends, to standard output and error."""
+    while True:
+        try:
+            return process.communicate(order, timeout=POLL_S)
+        except subprocess.TimeoutExpired:
+            if should_stop():
+                raise InterruptedJob from None
 
 
 def _how_it_ended(status: int) -> str:
@@ -95,22 +116,9 @@ def _memory_limit() -> int:
     return int(total * MEMORY_PART)
 
 
-def _reason(error: BaseException) -> str:
-    """What MAX says is wrong, in one line: the last error of its compiler."""
-    chain: list[str] = []
-    cause: BaseException | None = error
-    while cause is not None:
-        chain += [line.strip() for line in str(cause).splitlines() if line.strip()]
-        cause = cause.__cause__
-    wrong = [line for line in chain if "error:" in line or "constraint failed" in line]
-    return (wrong or chain or [type(error).__name__])[-1]
-
-
 def _compile(order: _Order) -> dict[str, Any]:
     """Compiles and exports, in the process of its own."""
     from max import driver
-
-    from builder.accelerators import accelerator_of
 
     accelerator = accelerator_of(order.deployment.devices)
     assert accelerator is not None
@@ -138,7 +146,7 @@ def _compile(order: _Order) -> dict[str, Any]:
         compiled = session.compile(together if together is not None else graphs["decoder"])
         export(plan, dict.fromkeys(specs, compiled), order.folder)
     except Exception as error:  # noqa: BLE001 - told to the process that asked
-        return {"reason": _reason(error)}
+        return {"reason": max_reason(error)}
     return {
         "inputs": {
             role: [type_json(value.type) for value in graph.inputs]

@@ -189,7 +189,7 @@ def assert_compiles(tmp_path: Path, deployment: str) -> None:
     contracts = [[leaf for f in stage["fields"] for leaf in f["leaves"]] for stage in stages]
     folder = tmp_path / "job" / "artifact"
     description = json.loads((folder / "artifact.json").read_text())
-    assert description["target"] == f"{target.accelerator.api}:{target.accelerator.arch}"
+    assert description["target"] == target.accelerator.target
     kept = ("path", "dtype", "shape", "device")
     assert description["inputs"]["decoder"] == [
         [{key: leaf[key] for key in kept} for leaf in leaves] for leaves in contracts

@@ -18,12 +18,16 @@ from urllib.request import urlopen
 import numpy as np
 import pytest
 from conftest import REFERENCE, compiled_alone, expected, greedy_ids, plan_for
+from max.nn.transformer import ReturnHiddenStates
 from max.pipelines.lib.arch_lookup import ARCH_LOOKUP, import_custom_architectures
+from max.pipelines.lib.interfaces.pipeline_model import ModelInputs, ModelOutputs
 from openai import OpenAI
 from test_command import rolecall
 from test_parallel import random_prompts
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from builder.build import build
+from builder.compile import Compiled, process_session
 from builder.serving import (
     ARCHITECTURES,
     check_servable,
@@ -31,6 +35,7 @@ from builder.serving import (
     served_folder,
     server_arguments,
 )
+from models.architectures import ServedDecoder
 from models.checkpoints import open_checkpoint
 from models.errors import ConfigError
 from models.families import FAMILIES
@@ -271,3 +276,35 @@ def test_replicas_that_are_no_devices_are_a_value_error_of_max_generate(folder: 
     assert "ValueError: data_parallel_degree=2 over 1 devices: each device needs" in (
         done.stdout + done.stderr
     )
+
+
+def test_the_registered_class_gives_hidden_states_that_project_to_hugging_faces_logits() -> None:
+    registration = build(plan_for("model=tiny_llama"))
+    plan, config = registration.plan, registration.pipeline_config
+    source = {"model_path": str(REFERENCE / "tiny_llama")}
+    config = config.model_copy(update={"models": {"main": config.model.model_copy(update=source)}})
+    model = ServedDecoder(
+        config,
+        process_session(),
+        registration.devices,
+        config.model.kv_cache,
+        plan.checkpoint,
+        memory_plan=registration.memory_plan,
+        return_hidden_states=ReturnHiddenStates.ALL_NORMALIZED,
+        max_batch_size=plan.deployment.batch.max_batch_size,
+    )
+    rows: list[np.ndarray] = []
+    execute = model.execute
+
+    def kept(inputs: ModelInputs) -> ModelOutputs:
+        outputs = execute(inputs)
+        assert outputs.hidden_states is not None
+        rows.append(outputs.hidden_states.to_numpy().copy())
+        return outputs
+
+    model.execute = kept  # type: ignore[method-assign]
+    values = expected("tiny_llama")
+    compiled = Compiled(registration, process_session(), model, cache_hit=False)
+    greedy_ids(compiled, [values["prompt_0"]], 1)
+    logits = rows[0] @ plan.checkpoint.read("lm_head.weight").T
+    np.testing.assert_allclose(logits, values["all_0"], atol=1e-4, rtol=0)

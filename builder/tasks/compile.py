@@ -51,7 +51,7 @@ def _compile_for_target(job: Job, folder: Path) -> None:
     arch = plan.capacity.accelerator.arch
     name = f"{plan.model.name} for {plan.deployment.name}"
     with job.step("compile", f"compiling {name}, for {arch} (minutes the first time)"):
-        compiled = compile_virtual(plan, folder)
+        compiled = compile_virtual(plan, folder, lambda: job.interrupts.requested)
     for stage in plan.stages:
         taken = compiled.inputs[stage_role(stage.config.placement)]
         assert taken == [type_json(leaf.type) for leaf in stage.contract.leaves]
