@@ -97,10 +97,13 @@ def _wait(
     process: subprocess.Popen[bytes], order: bytes, should_stop: Callable[[], bool]
 ) -> tuple[bytes, bytes]:
     """What a process writes until it ends, to standard output and error."""
+    given: bytes | None = order
     while True:
         try:
-            return process.communicate(order, timeout=POLL_S)
+            return process.communicate(given, timeout=POLL_S)
         except subprocess.TimeoutExpired:
+            # It goes on where it was, and takes no input a second time.
+            given = None
             if should_stop():
                 raise InterruptedJob from None
 
