@@ -172,8 +172,16 @@ def check_accelerated(
         )
 
 
+_GENERAL = (
+    "function instantiation failed",
+    "failed to run the pass manager",
+    "could not elaborate",
+)
+"""What MAX's compiler says of any failure."""
+
+
 def max_reason(error: BaseException) -> str:
-    """What MAX says is wrong, in one line: the last error of its compiler.
+    """What MAX says is wrong, in one line: what its compiler came to, rather than from where.
 
     Args:
         error: What it raised.
@@ -183,8 +191,9 @@ def max_reason(error: BaseException) -> str:
     while cause is not None:
         said += [line.strip() for line in str(cause).splitlines() if line.strip()]
         cause = cause.__cause__
-    wrong = [line for line in said if "error:" in line or "constraint failed" in line]
-    return (wrong or said or [type(error).__name__])[-1]
+    failed = [line for line in said if "constraint failed" in line]
+    wrong = [line for line in said if "error:" in line and not any(g in line for g in _GENERAL)]
+    return (failed or wrong or said or [type(error).__name__])[0]
 
 
 def compile_error(accelerator: Accelerator, reason: str) -> ConfigError:

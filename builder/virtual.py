@@ -106,12 +106,21 @@ def _wait(
             given = None
             if should_stop():
                 raise InterruptedJob from None
+            if _resident_bytes(process.pid) > _memory_limit():
+                process.kill()
+
+
+def _resident_bytes(pid: int) -> int:
+    """The memory that a process has; 0 where the system does not tell."""
+    file = Path(f"/proc/{pid}/statm")
+    pages = int(file.read_text().split()[1]) if file.exists() else 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _how_it_ended(status: int) -> str:
     limit = _memory_limit() / 2**30
     name = signal.Signals(-status).name
-    return f"its compiler ended with {name}; it was allowed {limit:.1f} GiB of memory"
+    return f"its compiler ended with {name}; it may take {limit:.1f} GiB of memory here"
 
 
 def _memory_limit() -> int:
@@ -163,8 +172,6 @@ def main() -> None:
     """Compiles what standard input orders, and answers in JSON on standard output."""
     os.environ.setdefault("MODULAR_TELEMETRY_ENABLED", "0")
     order = pickle.load(sys.stdin.buffer)
-    limit = _memory_limit()
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     # MAX may print; the answer is alone on standard output.
     answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

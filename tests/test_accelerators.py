@@ -15,6 +15,7 @@ from max.engine import read as read_mef
 from max.graph import BufferType, DeviceRef, TensorType
 from test_command import read, rolecall
 
+from builder.accelerators import max_reason
 from models.contract import named_leaves
 from models.decoder import CausalDecoder
 from models.placement import stage_role
@@ -207,6 +208,23 @@ def assert_compiles(tmp_path: Path, deployment: str) -> None:
 
 def test_cheapest_golden_deployment_compiles(tmp_path: Path) -> None:
     assert_compiles(tmp_path, "h100_x1")
+
+
+def test_reason_is_what_the_compiler_came_to() -> None:
+    # As 26.7 words the failure of its grouped products on H100.
+    cause = RuntimeError(
+        "Graph compilation failed:\n"
+        "error: failed to run the pass manager for offload functions\n"
+        "error: function instantiation failed\n"
+        "max/kernels/src/linalg/grouped_matmul.mojo:1:5: note: call expansion failed\n"
+        "Mojo/stdlib/std/utils/coord.mojo:410:9: note: constraint failed: Coord is not a value\n"
+        "error: The graph compiler could not elaborate the generated KGEN"
+    )
+    error = RuntimeError("Failed to compile the model. Please file an issue.")
+    error.__cause__ = cause
+    assert max_reason(error).endswith("constraint failed: Coord is not a value")
+    assert max_reason(ValueError("no such kernel\nmore")) == "no such kernel"
+    assert max_reason(MemoryError()) == "MemoryError"
 
 
 KERNELS = {

@@ -18,9 +18,13 @@ from urllib.request import urlopen
 import numpy as np
 import pytest
 from conftest import REFERENCE, compiled_alone, expected, greedy_ids, plan_for
+from max.driver import DeviceSpec
 from max.nn.transformer import ReturnHiddenStates
+from max.pipelines.kv_cache.config import KVCacheConfig
 from max.pipelines.lib.arch_lookup import ARCH_LOOKUP, import_custom_architectures
+from max.pipelines.lib.config import MAXModelConfig, PipelineConfig
 from max.pipelines.lib.interfaces.pipeline_model import ModelInputs, ModelOutputs
+from max.pipelines.lib.pipeline_runtime_config import PipelineRuntimeConfig
 from openai import OpenAI
 from test_command import rolecall
 from test_parallel import random_prompts
@@ -35,8 +39,9 @@ from builder.serving import (
     served_folder,
     server_arguments,
 )
-from models.architectures import ServedDecoder
+from models.architectures import ServedConfig, ServedDecoder
 from models.checkpoints import open_checkpoint
+from models.contract import resolve_contract
 from models.errors import ConfigError
 from models.families import FAMILIES
 from models.registration_graph_api import GraphApiDecoderPipelineModel
@@ -308,3 +313,33 @@ def test_the_registered_class_gives_hidden_states_that_project_to_hugging_faces_
     greedy_ids(compiled, [values["prompt_0"]], 1)
     logits = rows[0] @ plan.checkpoint.read("lm_head.weight").T
     np.testing.assert_allclose(logits, values["all_0"], atol=1e-4, rtol=0)
+
+
+def test_accelerators_are_served_with_the_inputs_that_the_plan_says() -> None:
+    plan = plan_for(
+        *("model=tiny_deepseek_v3", "deployment=b200_x2_dp2_ep2", "deployment.max_length=256"),
+        *LIMITS,
+    )
+    arguments = server_arguments(plan, REFERENCE / "tiny_deepseek_v3")
+    wanted = {"--devices=gpu:0,1", "--data-parallel-degree=2", "--ep-size=2"}
+    assert wanted | {"--quantization-encoding=bfloat16"} <= set(arguments)
+    # The same as MAX makes of these arguments.
+    model = MAXModelConfig(
+        model_path=str(REFERENCE / "tiny_deepseek_v3"),
+        device_specs=[DeviceSpec.accelerator(n) for n in (0, 1)],
+        quantization_encoding="bfloat16",
+        max_length=256,
+        data_parallel_degree=2,
+        kv_cache=KVCacheConfig(enable_prefix_caching=False),
+    )
+    runtime = PipelineRuntimeConfig(ep_size=2, max_batch_size=4, max_batch_input_tokens=512)
+    config = PipelineConfig(models={"main": model}, runtime=runtime)
+    (served,) = ServedConfig.initialize(config, max_seq_len=256).stages
+    (stage,) = plan.stages
+    assert resolve_contract(served).leaves == stage.contract.leaves
+
+
+def test_several_stages_are_not_served() -> None:
+    plan = plan_for("model=tiny_llama", "deployment=h100_x4_pp2_tp2")
+    with pytest.raises(ConfigError, match=r"deployment.parallel.pipeline: .* several stages"):
+        check_servable(plan)
