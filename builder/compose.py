@@ -11,6 +11,8 @@ from typing import Any
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import (
@@ -60,11 +62,42 @@ def compose(overrides: Sequence[str] = ()) -> Config:
     """
     register_schema()
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
-        try:
-            composed = hydra_compose("config", list(overrides))
-        except (HydraException, OmegaConfBaseException) as error:
-            raise explain(error) from error
+        return compose_again(overrides)
+
+
+def compose_again(overrides: Sequence[str]) -> Config:
+    """Composes another configuration from the folders of the running command.
+
+    Args:
+        overrides: What the command line would say.
+
+    Raises:
+        ConfigError: If an override or a file is wrong.
+    """
+    try:
+        composed = hydra_compose("config", list(overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explain(error) from error
     return to_config(composed)
+
+
+def choices(group: str) -> tuple[str, ...]:
+    """The choices of a group: those of ``--config-dir`` where it has any, otherwise ours.
+
+    Args:
+        group: The group.
+    """
+    sources = GlobalHydra.instance().config_loader().get_sources()
+    for provider in ("command-line", "main"):
+        names = {
+            name
+            for source in sources
+            if source.provider == provider and source.is_group(group)
+            for name in source.list(group, ObjectType.CONFIG)
+        }
+        if names:
+            return tuple(sorted(names))
+    return ()
 
 
 def _schema_node(cls: type[Any]) -> DictConfig:

@@ -25,6 +25,8 @@ class JobFolder:
         "generations.jsonl",
         "scores.jsonl",
         "verify.json",
+        "check.json",
+        "diff.json",
         "metrics.json",
         "server.json",
         STATUS,

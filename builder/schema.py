@@ -260,6 +260,25 @@ class CompileTask:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckTask:
+    """Every deployment planned for every model."""
+
+    deployments: list[str] = field(default_factory=list)
+    """Their names; by default all of ``--config-dir``, or where that has none, all of ours."""
+
+    models: list[str] = field(default_factory=list)
+    """Names of models; by default the job's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffTask:
+    """What another deployment would change."""
+
+    against: str = MISSING
+    """The other deployment's name."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScoreTask:
     """Log-likelihood of texts."""
 
@@ -306,7 +325,9 @@ class ServeTask:
 
 
 TASKS: dict[str, type[Any]] = {
+    "check": CheckTask,
     "compile": CompileTask,
+    "diff": DiffTask,
     "generate": GenerateTask,
     "plan": PlanTask,
     "score": ScoreTask,
