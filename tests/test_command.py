@@ -74,10 +74,10 @@ MISTAKES = {
         "deployment.devices.kind",
         "cpu, gpu, virtual",
     ),
-    "device kind that is not there": (
+    "devices that are not named": (
         ["deployment.devices.kind=gpu"],
-        "deployment.devices.kind",
-        "deployment.devices.kind=cpu",
+        "deployment.devices.api: missing, and no accelerator is named that says it",
+        "deployment.devices.accelerator=a100 or h100",
     ),
     "checkpoint that does not exist": (
         ["model=local", "model.source=/no/such/folder"],
