@@ -10,10 +10,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
+from max.driver import Buffer
 from max.dtype import DType
-from max.graph import BufferValue, TensorValue, ops
+from max.graph import BufferType, BufferValue, TensorValue, ops
 from max.nn.comm import Signals
 
+from models.buffers import zeroed
 from models.placement import Placement
 
 HOST_SIGNAL_BYTES = 1
@@ -59,6 +61,20 @@ def collectives_for(placement: Placement, signals: Sequence[BufferValue] | None)
 def signal_bytes(placement: Placement) -> int:
     """The size of one signal buffer of a stage's devices."""
     return HOST_SIGNAL_BYTES if placement.on_host else int(Signals.NUM_BYTES)
+
+
+def allocate_signals(types: Sequence[BufferType]) -> tuple[Buffer, ...]:
+    """The signal buffers of a stage's devices, ready for the first exchange.
+
+    Accelerators' are MAX's own: they hold marks that zeros are not, and let devices reach each
+    other's memory.
+
+    Args:
+        types: What the contract declares, one per device.
+    """
+    if types[0].device.is_cpu():
+        return tuple(map(zeroed, types))
+    return tuple(Signals.allocate([buffer.device.to_device() for buffer in types]))
 
 
 class DeviceCollectives:

@@ -8,7 +8,6 @@ from typing import Any
 
 from max import tree
 from max.engine import InferenceSession, Model
-from max.graph import BufferType
 from max.pipelines.lib.graph_specs import (
     CompiledArtifacts,
     GraphRole,
@@ -18,6 +17,7 @@ from max.pipelines.lib.graph_specs import (
 )
 
 from models.buffers import zeroed
+from models.collectives import allocate_signals
 from models.config import DecoderConfig, VisionConfig
 from models.graph_api import GraphApiModule, RoleModule
 from models.placement import stage_role
@@ -112,10 +112,10 @@ def lasting_inputs(decoder: GraphApiModule, loaded: WeightLoader) -> dict[str, A
         loaded: The checkpoint's values.
     """
     inputs: dict[str, Any] = {}
-    for name in ("signals", "scratch"):
-        types: tuple[BufferType, ...] | None = getattr(decoder.inputs, name)
-        if types is not None:
-            inputs[name] = tuple(map(zeroed, types))
+    if decoder.inputs.signals is not None:
+        inputs["signals"] = allocate_signals(decoder.inputs.signals)
+    if decoder.inputs.scratch is not None:
+        inputs["scratch"] = tuple(map(zeroed, decoder.inputs.scratch))
     constants = decoder.constant_weights()
     if constants:
         inputs["constants"] = {

@@ -40,8 +40,8 @@ from models.batch_processor import (
     GraphApiDecoderModelInputs,
     wait_for_copies,
 )
-from models.buffers import zeroed
 from models.checkpoints.max_weights import LoadedWeights
+from models.collectives import allocate_signals
 from models.config import DecoderConfig
 from models.exchange import ExpertParallelExchange, exchange_buffers
 from models.graph_api import GraphApiModule
@@ -287,7 +287,7 @@ class GraphApiDecoderPipelineModel(
             self.batch_processor.bind_images(self.images)
             assert self._modules.vision is not None
             signals = self._modules.vision.inputs.signals
-            self._vision_signals = None if signals is None else tuple(map(zeroed, signals))
+            self._vision_signals = None if signals is None else allocate_signals(signals)
         self.batch_processor.bind_state(self.state)
         if self.adapters is not None:
             self.batch_processor.bind_adapters(self.adapters)
