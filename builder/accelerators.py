@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from builder.checks import stage_devices
 from builder.schema import DeploymentConfig, DeviceKind, DevicesConfig, Encoding
 from models.errors import ConfigError
+from models.finalize import check_accelerated_model
 from models.settings import ModelSettings
 
 MIB = 2**20
@@ -94,6 +97,10 @@ def accelerator_of(devices: DevicesConfig) -> Accelerator | None:
     arch = devices.arch or (known.arch if known else "")
     memory = known.memory if known else 0
     if devices.memory_gib is not None:
+        if not 0 < devices.memory_gib < math.inf:
+            raise ConfigError(
+                f"deployment.devices.memory_gib: {devices.memory_gib} is not a number above 0"
+            )
         memory = int(devices.memory_gib * 2**30)
     for key, fact in {"api": api, "arch": arch, "memory_gib": memory}.items():
         if not fact:
@@ -107,10 +114,11 @@ def accelerator_of(devices: DevicesConfig) -> Accelerator | None:
             f"deployment.devices.arch: api={api} with arch={arch} is no target of MAX 26.7\n"
             f"  what works: {names}"
         )
-    if memory <= 0:
-        raise ConfigError(f"deployment.devices.memory_gib: {devices.memory_gib} is not more than 0")
     return Accelerator(name=devices.accelerator or arch, api=api, arch=arch, memory=memory)
 
+
+MAX_STAGE_DEVICES = 8
+"""Accelerators that MAX's collectives reach (``max.nn.comm.Signals``)."""
 
 PAGE_SIZES = (128, 256)
 """The KV page sizes that MAX's attention kernels for accelerators take."""
@@ -129,7 +137,7 @@ def check_accelerated(
     Raises:
         ConfigError: If it is not, with the reason.
     """
-    parallel, family = deployment.parallel, settings.family
+    parallel = deployment.parallel
     utilization = deployment.devices.memory_utilization
     if not 0 < utilization <= 1:
         raise ConfigError(
@@ -150,20 +158,15 @@ def check_accelerated(
             "deployment.vision: images are encoded on the CPU only, not on accelerators\n"
             "  what works: deployment.vision=false"
         )
-    missing = {
-        "short convolutions": settings.conv is not None,
-        "the gated delta rule": settings.delta is not None,
-        "rotation of latents in halves": settings.latent is not None
-        and not settings.latent.interleaved,
-        f"experts with {settings.hidden_act}": settings.experts is not None
-        and settings.hidden_act != "silu",
-    }
-    for name, is_missing in missing.items():
-        if is_missing:
-            raise ConfigError(
-                f"model.source: {family} has {name}, which this decoder computes on the CPU only\n"
-                "  what works: deployment.devices.kind=cpu"
-            )
+    check_accelerated_model(settings)
+    if stage_devices(parallel) > MAX_STAGE_DEVICES:
+        key = max(("tensor", "data", "expert"), key=lambda name: getattr(parallel, name))
+        raise ConfigError(
+            f"deployment.parallel.{key}: {stage_devices(parallel)} accelerators in a stage; MAX "
+            f"26.7 exchanges between {MAX_STAGE_DEVICES} at most\n  what works: "
+            f"deployment.parallel.{key}={MAX_STAGE_DEVICES}, or more stages "
+            "(deployment.parallel.pipeline)"
+        )
     if parallel.expert > 1 and parallel.pipeline > 1:
         raise ConfigError(
             f"deployment.parallel.expert: {parallel.expert} with pipeline={parallel.pipeline}: "

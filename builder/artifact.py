@@ -42,6 +42,7 @@ def describe(plan: Plan) -> dict[str, Any]:
             "max_length": plan.max_length,
             "return_logits": plan.stages[-1].config.return_logits.value,
             "vision": deployment.vision,
+            **({} if on_host else _limits(plan)),
         },
         "encoding": plan.encoding.value,
         "settings": as_json(plan.settings),
@@ -52,6 +53,18 @@ def describe(plan: Plan) -> dict[str, Any]:
             ],
             "vision": _inputs(contract.get("vision", {"inputs": []})["inputs"]),
         },
+    }
+
+
+def _limits(plan: Plan) -> dict[str, Any]:
+    """What is in an accelerator's graph as a constant, and on the host in the shape of an input."""
+    config = plan.stages[0].config
+    return {
+        "batch": {
+            "max_batch_size": config.max_batch_size,
+            "max_batch_input_tokens": config.max_batch_input_tokens,
+        },
+        "max_context_length": config.max_context_length,
     }
 
 

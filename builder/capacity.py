@@ -69,8 +69,8 @@ def capacity_of(
             for (config, holder), share in zip(holders, devices, strict=True)
         )
 
-    # No more sequences than have a page each.
-    most = usable // max(page_bytes(config) for config in configs)
+    # A step has a token of each sequence.
+    most = configs[0].max_batch_input_tokens
     longest = configs[0].settings.max_position_embeddings
     return Capacity(
         accelerator=accelerator,
@@ -142,13 +142,14 @@ def check_fits(
     }
     sums = " + ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
     works = []
-    if capacity.largest_batch:
+    asked = deployment.kv.num_pages
+    if asked is None and capacity.largest_batch:
         works.append(
             f"deployment.batch.max_batch_size={capacity.largest_batch} at {max_length} tokens"
         )
-    if capacity.largest_length > 1:
+    if asked is None and capacity.largest_length > 1:
         works.append(f"deployment.max_length={capacity.largest_length} for {batch} sequences")
-    if deployment.kv.num_pages is not None:
+    if asked is not None:
         works.append("a smaller deployment.kv.num_pages")
     if not works:
         works.append("more devices to divide the weights over, or ones with more memory")

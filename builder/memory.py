@@ -147,8 +147,8 @@ def device_shares(
         placement, settings = config.placement, config.settings
         weights, constants = list(weights), list(constants)
         held = _bytes_by_holder(weights)
-        # Stages share a constant's buffers: they are counted with the first that takes it.
-        inputs = _bytes_by_holder([] if counted else constants)
+        # Stages of the host share a constant's buffers: they are counted with the first.
+        inputs = _bytes_by_holder([] if counted and placement.on_host else constants)
         counted = counted or bool(constants)
         tables = _table_rows([*weights, *constants])
         experts = settings.experts
@@ -231,11 +231,12 @@ def activation_bytes(config: DecoderConfig, holder: int, sequences: int, context
         if placement.expert > 1:
             rows = exchanged_rows(config)
         inner = len(placement.expert_columns(settings.experts, holder))
-        values.append(rows * (hidden + 2 * inner))
+        # What goes in and the gate with what it gates, or these and their product.
+        values.append(rows * max(hidden + 2 * inner, 3 * inner))
     largest = max(values) * config.dtype.size_in_bytes
     if not placement.is_last:
         return largest
-    rows = tokens if config.return_logits is ReturnLogits.ALL else sequences
+    rows = sequences if config.return_logits is ReturnLogits.LAST_TOKEN else tokens
     logits = rows * placement.data * settings.vocab_size * DType.float32.size_in_bytes
     return max(largest, logits)
 

@@ -187,6 +187,9 @@ def resolve(
     every = [*(w for named in weights for w in named.values()), *encoder]
     # Stages share a constant's buffers: the ones of the first that takes it.
     shared = next((shards for shards in constants if shards), [])
+    if accelerator is not None:
+        # Not those on other devices.
+        shared = [weight for shards in constants for weight in shards]
     if checkpoint.has_weights:
         # Without images their encoder is not built.
         without = VISION_PARTS if settings.vision and vision is None else ()

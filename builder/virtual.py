@@ -13,6 +13,7 @@ import resource
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,10 +176,15 @@ def main() -> None:
     # MAX may print; the answer is alone on standard output.
     answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    json.dump(_compile(order), answer)
-    answer.close()
+    status = 0
+    try:
+        json.dump(_compile(order), answer)
+        answer.close()
+    except BaseException:  # noqa: BLE001 - told with its traceback
+        traceback.print_exc()
+        status = 1
     # Devices that are none have nothing to tear down, and MAX may hang trying.
-    os._exit(0)
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from models.config import DecoderConfig, VisionConfig
 from models.decoder import CausalDecoder
 from models.families import FAMILIES
 from models.families.base import Family
-from models.finalize import ServingLimits, decoder_config
+from models.finalize import ServingLimits, check_accelerated_model, decoder_config
 from models.placement import Placement
 from models.registration_graph_api import (
     check_data_parallelism,
@@ -95,7 +95,15 @@ class ServedConfig(ArchConfigWithBoundedMaxSeqLen):
         chosen = pipeline_config.model if model_config is None else model_config
         replicas, devices = chosen.data_parallel_degree, chosen.device_specs
         check_data_parallelism(CausalDecoder, replicas, len(devices))
-        return cls(pipeline_config, chosen, max_seq_len=max_seq_len)
+        config = cls(pipeline_config, chosen, max_seq_len=max_seq_len)
+        if not config.devices[0].is_cpu():
+            check_accelerated_model(config._settings)
+            encoding = chosen.quantization_encoding
+            if encoding != "bfloat16":
+                raise ValueError(
+                    f"quantization_encoding={encoding}, but accelerators compute in bfloat16"
+                )
+        return config
 
     @property
     def devices(self) -> list[DeviceRef]:

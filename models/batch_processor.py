@@ -179,6 +179,7 @@ class GraphApiDecoderBatchProcessor(
             host_offsets[0] = 0
             np.cumsum(lengths, out=host_offsets[1:])
             np.concatenate([context.tokens.active for context in contexts], out=tokens.to_numpy())
+            row_offsets = host_offsets.copy()
         # While the host side is still held: it is freed, and reused, at once.
         wait_for_copies(self.runtime.devices)
         shared: dict[str, Any] = {
@@ -193,7 +194,8 @@ class GraphApiDecoderBatchProcessor(
             positions = _positions(contexts, self._stages[0].placement.devices[0])
         if len(replica_batches) > 1:
             ends = np.cumsum([0, *map(len, replica_batches)], dtype=np.int64)
-            shared["host_input_row_offsets"] = offsets
+            # A copy: on accelerators what is staged from is no memory of the CPU's.
+            shared["host_input_row_offsets"] = Buffer.from_numpy(row_offsets)
             shared["data_parallel_splits"] = Buffer.from_numpy(ends)
         routing = self._routing(contexts)
         stages = tuple(
@@ -326,6 +328,17 @@ def _positions(contexts: Sequence[TextContext], device: DeviceRef) -> Buffer:
 
 
 def _stage_kv(inputs: Any, config: DecoderConfig, num_stages: int) -> Any:
+    """A stage's KV inputs, on its own devices: MAX's manager makes all on the first stage's."""
     if config.kv_params is None:
         return ()
-    return inputs if num_stages == 1 else inputs[stage_role(config.placement)]
+    if num_stages == 1:
+        return inputs
+    own = inputs[stage_role(config.placement)]
+    if config.placement.on_host:
+        return own
+    types, structure = tree.flatten(config.kv_params.get_symbolic_inputs())
+    moved = [
+        buffer if buffer.device.is_host else buffer.to(type_.device.to_device())
+        for buffer, type_ in zip(tree.leaves(own), types, strict=True)
+    ]
+    return tree.unflatten(structure, moved)

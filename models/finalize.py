@@ -10,6 +10,7 @@ from max.nn.transformer import ReturnLogits
 from models.collectives import signal_bytes
 from models.config import Declarations, DecoderConfig, VisionConfig
 from models.decoder import boundary_types, constant_weights, reads_token_embedding, scratch_types
+from models.errors import ConfigError
 from models.exchange import declared_exchange
 from models.kv_cache import kv_cache_params
 from models.layers.vocabulary import TOKEN_EMBEDDING
@@ -51,6 +52,31 @@ class ServingLimits:
         """The most tokens that the pages of one step's sequences hold."""
         pages = self.max_batch_size * self.pages_per_sequence
         return (pages if self.num_pages is None else min(self.num_pages, pages)) * self.page_size
+
+
+def check_accelerated_model(settings: ModelSettings) -> None:
+    """Every layer of a model has a form for accelerators.
+
+    Args:
+        settings: The model.
+
+    Raises:
+        ConfigError: If one has none.
+    """
+    missing = {
+        "short convolutions": settings.conv is not None,
+        "the gated delta rule": settings.delta is not None,
+        "rotation of latents in halves": settings.latent is not None
+        and not settings.latent.interleaved,
+        f"experts with {settings.hidden_act}": settings.experts is not None
+        and settings.hidden_act != "silu",
+    }
+    for name, is_missing in missing.items():
+        if is_missing:
+            raise ConfigError(
+                f"model.source: {settings.family} has {name}, which this decoder computes on the "
+                "CPU only\n  what works: deployment.devices.kind=cpu"
+            )
 
 
 def decoder_config(

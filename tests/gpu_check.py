@@ -81,6 +81,8 @@ def test_deployment_computes_what_the_cpu_computes(deployment: str, tmp_path: Pa
     needed = plan_for(model, f"deployment={deployment}").deployment.devices.count
     if needed > accelerator_count():
         pytest.skip(f"{needed} accelerators, this machine has {accelerator_count()}")
+    if "sm_90" in Accelerator(0).architecture_name and deployment.startswith("b200"):
+        pytest.skip("MAX 26.7 can't compile experts and adapters for sm_90 (docs/gpu.md)")
     random_checkpoint(tmp_path / name, name)
     source = [f"model.source={tmp_path / name}", f"model.name={name}"]
     arguments = ["model=local", *source, f"deployment={deployment}", *here(), "task=verify"]

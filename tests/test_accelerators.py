@@ -16,8 +16,10 @@ from max.graph import BufferType, DeviceRef, TensorType
 from test_command import read, rolecall
 
 from builder.accelerators import max_reason
+from builder.artifact import check_artifact, describe
 from models.contract import named_leaves
 from models.decoder import CausalDecoder
+from models.errors import ConfigError
 from models.placement import stage_role
 from models.role_contracts import FIELD_NAMES
 from models.weights import declared_weights
@@ -166,16 +168,30 @@ def test_plan_needs_no_device_and_no_weights(tmp_path: Path, deployment: str) ->
     assert plan["capacity"]["needed"] == max(share["total"] for share in plan["devices"])
 
 
+@pytest.mark.parametrize("limit", ["batch.max_batch_input_tokens=1024", "batch.max_batch_size=16"])
+def test_graphs_for_other_limits_are_others_on_accelerators(tmp_path: Path, limit: str) -> None:
+    # They are constants of the graph, and in no input.
+    there = describe(plan_for(*overrides("b200_x2_dp2_ep2")))
+    (tmp_path / "graphs_0.mef").touch()
+    contents = {"roles": {"decoder": "graphs_0.mef"}, **there}
+    (tmp_path / "artifact.json").write_text(json.dumps(contents))
+    check_artifact(plan_for(*overrides("b200_x2_dp2_ep2")), tmp_path)
+    other = plan_for(*overrides("b200_x2_dp2_ep2"), f"deployment.{limit}")
+    with pytest.raises(ConfigError, match=limit.split("=")[0]):
+        check_artifact(other, tmp_path)
+
+
 def test_virtual_accelerators_run_nothing(tmp_path: Path) -> None:
     done = rolecall(tmp_path, "model=tiny_llama", "deployment=h100_x1", status=2)
     assert "virtual accelerators are compiled for, and run nothing" in done.stderr
 
 
 def test_accelerators_that_are_not_here_are_missed(tmp_path: Path) -> None:
-    many = ("deployment.devices.count=64", "deployment.parallel.data=64")
+    degrees = ("deployment.parallel.data=8", "deployment.parallel.pipeline=4")
+    many = ("deployment.devices.count=32", *degrees)
     arguments = ["model=tiny_llama", "deployment=h100_x2_dp2", *many]
     done = rolecall(tmp_path, *arguments, "deployment.devices.kind=gpu", status=2)
-    missed = f"deployment.devices.count: 64 accelerators, this machine has {accelerator_count()}"
+    missed = f"deployment.devices.count: 32 accelerators, this machine has {accelerator_count()}"
     assert missed in done.stderr
     assert "deployment.devices.kind=virtual with task=compile" in done.stderr
 

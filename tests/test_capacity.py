@@ -183,6 +183,21 @@ MISTAKES = {
         ["deployment=h100_x1", "deployment.devices.memory_utilization=1.5"],
         "memory_utilization: 1.5 is not between 0 and 1",
     ),
+    "memory that is no number": (
+        ["deployment=h100_x1", "deployment.devices.memory_gib=nan"],
+        "deployment.devices.memory_gib: nan is not a number above 0",
+    ),
+    "no memory at all": (
+        ["deployment=h100_x1", "deployment.devices.memory_gib=0"],
+        "deployment.devices.memory_gib: 0.0 is not a number above 0",
+    ),
+    "more than the collectives reach": (
+        [
+            *("deployment=h100_x2_dp2", "deployment.devices.count=16"),
+            "deployment.parallel.data=16",
+        ],
+        "deployment.parallel.data: 16 accelerators in a stage",
+    ),
     "an encoding of the CPU's": (
         ["deployment=h100_x1", "model.encoding=float32"],
         "what works: model.encoding=bfloat16",
@@ -213,6 +228,13 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_what_accelerators_cannot_do_is_refused(mistake: str) -> None:
     assert_refused(*MISTAKES[mistake])
+
+
+def test_each_stage_on_accelerators_has_its_own_copy_of_a_shared_table() -> None:
+    table = ("model=tiny_qwen2", "deployment.constants=[token_embedding]")
+    held = [share.constants for share in plan_for(*table, "deployment=h100_x4_pp2_tp2").devices]
+    assert held[0] == held[2] > 0
+    assert [share.constants for share in plan_for(*table, "deployment=pp2").devices][1] == 0
 
 
 def test_given_memory_counts_before_a_known_one() -> None:

@@ -41,8 +41,8 @@ def run(job: Job) -> None:
     assert isinstance(task, DiffTask)
     here = job.plan(only_plan=True)
     words = list(HydraConfig.get().overrides.task)
-    own = ("task=", "task.", "deployment=", "deployment.", "+deployment.")
-    others = [word for word in words if not word.startswith(own)]
+    # Everything else of the command line is this deployment's, fragments too.
+    others = [word for word in words if word.lstrip("+~").startswith("model")]
     with job.step("resolve"):
         config = compose_again([*others, f"deployment={task.against}", "task=plan"])
         there = resolve(config.model, config.deployment, here.checkpoint)

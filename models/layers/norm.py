@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from max.dtype import DType
 from max.graph import TensorValue, ops
 from max.nn.layer import Module
 
@@ -79,11 +80,14 @@ class DividedRMSNorm(Module):
 
     def squares(self, x: TensorValue) -> TensorValue:
         """[tokens, dim] to the sum of its squares, [tokens, 1], to be summed over devices."""
-        return ops.sum(x * x, axis=1)
+        exact = ops.cast(x, DType.float32)
+        return ops.sum(exact * exact, axis=1)
 
     def __call__(self, x: TensorValue, squares: TensorValue) -> TensorValue:
         """[tokens, dim] and the sum of all devices' squares to [tokens, dim]."""
-        return x * ops.rsqrt(squares / self.count + self.eps) * self.weight
+        exact = ops.cast(x, DType.float32)
+        normed = exact * ops.rsqrt(squares / self.count + self.eps)
+        return ops.cast(normed, x.dtype) * self.weight
 
 
 class LayerNorm(Module):
