@@ -17,6 +17,7 @@ from builder.compile import process_session
 from models.buffers import as_dtype
 from models.kernels import accelerators
 from models.lora import Routing, routing_of
+from models.settings import LatentSettings
 
 CPU = DeviceRef.CPU()
 PARTS = 3
@@ -37,7 +38,9 @@ def _model() -> Model:
     with Graph("around", input_types=types) as graph:
         x, ids, offsets, end, first, weight = (value.tensor for value in graph.inputs)
         starts, adapted = accelerators.own_groups(x, Routing(ids, offsets, end), first)
-        heads = accelerators.LatentHeads(nope_dim=NOPE, value_dim=VALUE, scale=1.0, norm_eps=1e-6)
+        latent = LatentSettings(
+            query_rank=None, kv_rank=RANK, rope_dim=2, nope_dim=NOPE, value_dim=VALUE, scale=1.0
+        )
         # MAX's own arrangement of the same weight.
         whole = ops.transpose(weight, 0, 1).reshape((RANK, HEADS, NOPE + VALUE))
         layer = SimpleNamespace(_kv_b_proj_weight=whole, qk_nope_head_dim=NOPE, kv_lora_rank=RANK)
@@ -48,7 +51,7 @@ def _model() -> Model:
             *(edge.reshape((1,)) for edge in accelerators.shares(x, PARTS)),
             ops.cast(starts, DType.int64),
             ops.cast(adapted, DType.int32),
-            *accelerators.latent_weights(weight, HEADS, heads),
+            *accelerators.latent_weights(weight, HEADS, latent),
             *wanted,
         )
     return process_session().load(graph)

@@ -17,6 +17,7 @@ from max.nn.comm.ep.ep_kernels import fused_silu
 from max.nn.kv_cache import KVCacheParams, PagedCacheValues
 
 from models.lora import Routing
+from models.settings import LatentSettings
 
 _CPU = DeviceRef.CPU()
 
@@ -111,23 +112,6 @@ def plan_latent_prefill(
     return LatentPrefill(rows, caches)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LatentHeads:
-    """One device's heads of a layer of latent attention."""
-
-    nope_dim: int
-    """Dimensions of a query and key without position."""
-
-    value_dim: int
-    """Dimensions of a value."""
-
-    scale: float
-    """What scores are multiplied with."""
-
-    norm_eps: float
-    """The epsilon of the norm on compressed keys and values."""
-
-
 def latent_attention(
     queries: TensorValue,
     compressed: TensorValue,
@@ -139,7 +123,7 @@ def latent_attention(
     *,
     params: KVCacheParams,
     layer: int,
-    heads: LatentHeads,
+    latent: LatentSettings,
     prefill: LatentPrefill,
     context_length: TensorValue,
 ) -> TensorValue:
@@ -158,14 +142,14 @@ def latent_attention(
         kv: The paged cache of latents.
         params: The cache's parameters.
         layer: The layer's position in the cache.
-        heads: The sizes of a head.
+        latent: The model's latent attention.
         prefill: Where latents are unpacked.
         context_length: int32 [1] on the CPU: the sum of the page-aligned lengths.
 
     Returns:
         [tokens, heads, value_dim].
     """
-    w_k, w_uk, w_uv = latent_weights(weight, int(queries.shape[1]), heads)
+    w_k, w_uk, w_uv = latent_weights(weight, int(queries.shape[1]), latent)
     assert kv.attention_dispatch_metadata is not None, "an accelerator's cache says how to divide"
     assert kv.mla_num_partitions is not None
     return kernels.mla_prefill_decode_graph(
@@ -184,32 +168,32 @@ def latent_attention(
         kv_collection=kv,
         layer_idx=ops.constant(layer, DType.uint32, _CPU),
         mask_variant=MHAMaskVariant.CAUSAL_MASK,
-        scale=heads.scale,
-        epsilon=heads.norm_eps,
-        v_head_dim=heads.value_dim,
+        scale=latent.scale,
+        epsilon=latent.norm_eps,
+        v_head_dim=latent.value_dim,
         scalar_args=kv.attention_dispatch_metadata,
         num_partitions_scalar=kv.mla_num_partitions,
     )
 
 
 def latent_weights(
-    weight: TensorValue, count: int, heads: LatentHeads
+    weight: TensorValue, count: int, latent: LatentSettings
 ) -> tuple[TensorValue, TensorValue, TensorValue]:
     """The rows of ``kv_b_proj`` as the kernel takes them.
 
     Args:
         weight: [heads * (nope_dim + value_dim), kv_rank].
         count: Heads.
-        heads: Their sizes.
+        latent: The model's latent attention.
 
     Returns:
         [heads * nope_dim, kv_rank] and [heads, kv_rank, nope_dim], which make keys of latents and
         latents of queries; and [heads, value_dim, kv_rank], which makes values.
     """
     rank = int(weight.shape[1])
-    by_head = weight.reshape((count, heads.nope_dim + heads.value_dim, rank))
-    keys, values = ops.split(by_head, [heads.nope_dim, heads.value_dim], axis=1)
-    return keys.reshape((count * heads.nope_dim, rank)), ops.transpose(keys, 1, 2), values
+    by_head = weight.reshape((count, latent.nope_dim + latent.value_dim, rank))
+    keys, values = ops.split(by_head, [latent.nope_dim, latent.value_dim], axis=1)
+    return keys.reshape((count * latent.nope_dim, rank)), ops.transpose(keys, 1, 2), values
 
 
 def lora_products(

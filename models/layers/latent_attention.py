@@ -124,7 +124,6 @@ class LatentAttentionShard(Module):
         self, queries: TensorValue, compressed: TensorValue, step: Step
     ) -> TensorValue:
         """[tokens, heads, query_dim] and [tokens, cached_dim] to [tokens, heads * value_dim]."""
-        latent = self.latent
         assert step.kv is not None
         assert step.rope is not None
         assert step.prefill is not None
@@ -139,16 +138,11 @@ class LatentAttentionShard(Module):
             step.kv,
             params=self.kv_params,
             layer=self.kv_layer,
-            heads=accelerators.LatentHeads(
-                nope_dim=latent.nope_dim,
-                value_dim=latent.value_dim,
-                scale=latent.scale,
-                norm_eps=latent.norm_eps,
-            ),
+            latent=self.latent,
             prefill=step.prefill,
             context_length=step.context_length,
         )
-        return attended.reshape((-1, self.num_heads * latent.value_dim))
+        return attended.reshape((-1, self.num_heads * self.latent.value_dim))
 
     def _attend_on_host(
         self, queries: TensorValue, compressed: TensorValue, step: Step
