@@ -18,8 +18,14 @@ class JobFolder:
         path: The folder; it may hold files of others, which are left alone.
     """
 
+    BEGUN = "job.json"
+    """There from a job's beginning until its status is."""
+
     STATUS = "status.json"
+    """How a job ended; the last file that it writes."""
+
     RESULTS = (
+        BEGUN,
         "plan.json",
         "contract.json",
         "generations.jsonl",
@@ -36,9 +42,25 @@ class JobFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._written: list[str] = []
-        # A folder that is used again keeps nothing of the job before.
-        for name in self.RESULTS:
-            (path / name).unlink(missing_ok=True)
+        self._job: Mapping[str, Any] = {}
+
+    @classmethod
+    def left_behind(cls, path: Path, job: Mapping[str, Any] | None = None) -> JobFolder:
+        """The folder of a job whose process is gone.
+
+        Args:
+            path: The folder.
+            job: What was asked for; by default what the job itself said.
+        """
+        folder = cls(path)
+        begun = path / cls.BEGUN
+        folder._job = (read_json(begun) or {}).get("job", {}) if job is None else job
+        return folder
+
+    @property
+    def has_status(self) -> bool:
+        """Whether it says how its job ended."""
+        return (self.path / self.STATUS).is_file()
 
     def write_json(self, name: str, contents: Mapping[str, Any]) -> None:
         """Writes one JSON object."""
@@ -51,15 +73,29 @@ class JobFolder:
             "".join(map(_json, objects)),
         )
 
+    def begin(self, job: Mapping[str, Any], process: Mapping[str, Any]) -> None:
+        """Says that a job has begun; a folder that is used again keeps nothing of the job before.
+
+        Args:
+            job: What was asked for.
+            process: What tells its process from others.
+        """
+        for name in self.RESULTS:
+            (self.path / name).unlink(missing_ok=True)
+        self._job = job
+        self.write_json(self.BEGUN, {"job": job, "process": process})
+
     def write_status(self, status: str, error: str | None = None, **facts: Any) -> None:
         """Writes how the job ended; the last file it writes.
 
         Args:
-            status: ``ok``, ``error`` or ``interrupted``.
+            status: ``ok``, ``failed``, ``error``, ``interrupted`` or ``killed``.
             error: What went wrong.
             facts: Further entries.
         """
-        self.write_json(self.STATUS, {"status": status, "error": error, **facts})
+        contents = {"status": status, "error": error, "job": self._job, **facts}
+        self.write_json(self.STATUS, contents)
+        (self.path / self.BEGUN).unlink(missing_ok=True)
 
     def discard(self) -> None:
         """Removes what the job wrote so far, for a job that ends in a user's mistake."""
@@ -80,3 +116,16 @@ class JobFolder:
 def _json(contents: Mapping[str, Any], indent: int | None = None) -> str:
     # Strict JSON, which has neither NaN nor infinity.
     return json.dumps(contents, ensure_ascii=False, allow_nan=False, indent=indent) + "\n"
+
+
+def read_json(file: Path) -> dict[str, Any] | None:
+    """Reads what a job wrote; ``None`` where it is not there, or not any more.
+
+    Args:
+        file: One of a job's files that is one object.
+    """
+    try:
+        contents: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return contents

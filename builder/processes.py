@@ -1,0 +1,37 @@
+"""Processes by name: which one runs a job, and whether it is still there."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def process_facts() -> dict[str, Any]:
+    """What tells this process from every other: host, number, and when it began."""
+    return {"host": socket.gethostname(), "pid": os.getpid(), "began": _began(os.getpid())}
+
+
+def is_alive(process: Mapping[str, Any]) -> bool:
+    """Whether a process is there; one of another host is thought to be.
+
+    Args:
+        process: What ``process_facts`` said in it.
+    """
+    if process["host"] != socket.gethostname():
+        return True
+    return _began(process["pid"]) == process["began"] is not None
+
+
+def _began(pid: int) -> str | None:
+    """The system's clock tick at which a process began; ``None`` where there is none."""
+    file = Path(f"/proc/{pid}/stat")
+    try:
+        # The command's name, in brackets, may hold spaces.
+        facts = file.read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # A zombie's parent has not asked yet.
+    return None if facts[0] == "Z" else facts[19]
