@@ -1,0 +1,41 @@
+"""What tells the jobs of a sweep from each other, in few words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from builder.summary import JobRow
+
+
+@dataclass(frozen=True, kw_only=True)
+class Labels:
+    """How the jobs of a sweep are named."""
+
+    shared: tuple[str, ...]
+    """The overrides that every job has, which tell none from another."""
+
+    several_tasks: bool
+    """Whether the jobs' tasks differ."""
+
+    def more(self, row: JobRow) -> str:
+        """What a job's model and deployment leave open."""
+        task = [row.task] if self.several_tasks and row.task else []
+        return " ".join([*task, *self.own(row)])
+
+    def own(self, row: JobRow) -> list[str]:
+        """The overrides that not every job has."""
+        return [override for override in row.overrides if override not in self.shared]
+
+
+def labels_of(rows: Sequence[JobRow]) -> Labels:
+    """The labels of a sweep's jobs.
+
+    Args:
+        rows: All of its jobs.
+    """
+    first = rows[0].overrides if rows else ()
+    return Labels(
+        shared=tuple(o for o in first if all(o in row.overrides for row in rows)),
+        several_tasks=len({row.task for row in rows}) > 1,
+    )
