@@ -2,15 +2,21 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+SUDO := $(if $(filter-out 0,$(shell id -u)),sudo)
 
-.PHONY: run test lint gpu-compile gpu-check clean
+.PHONY: run test chromium lint gpu-compile gpu-check clean
 
 run: $(VENV)/.installed
 	$(BIN)/rolecall
 
-test: lint
+test: lint chromium
 	# Compiling keeps one core busy; a file's tests share what they compile.
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+# The page of a sweep is tested in a browser; this is how Debian installs it.
+chromium:
+	@command -v chromium >/dev/null || \
+		{ $(SUDO) apt-get update && $(SUDO) apt-get install --yes chromium; }
 
 # For accelerators that are not here: minutes per deployment the first time.
 gpu-compile: $(VENV)/.installed

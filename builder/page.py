@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -66,8 +67,8 @@ def as_html(rows: Sequence[JobRow], title: str) -> str:
     page = environment.get_template("page.html").render(
         title=title,
         rows=rows,
-        # The page's own style is all that it may load.
-        style=Markup(style),  # noqa: S704 - ours, with nothing of the jobs in it
+        # Ours, with nothing of the jobs in it.
+        style=Markup(style),
         style_hash=f"sha256-{digest}",
         fields=FIELD_NAMES,
         anchors={id(row): f"job-{number}" for number, row in enumerate(rows, 1)},
@@ -160,6 +161,15 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest} s"
 
 
+def breakable(text: str) -> Markup:
+    """A name that breaks at its joints before it breaks anywhere.
+
+    Args:
+        text: The name.
+    """
+    return Markup("<wbr>").join(re.split(r"(?<=[._/=,:-])", text))
+
+
 @cache
 def _environment() -> Environment:
     environment = Environment(
@@ -173,6 +183,7 @@ def _environment() -> Environment:
         bytes=human_bytes,
         figure=figure,
         duration=duration,
+        breakable=breakable,
         result=result,
         id=id,
         own=lambda row, labels: labels.own(row),

@@ -18,10 +18,20 @@ class Labels:
     several_tasks: bool
     """Whether the jobs' tasks differ."""
 
-    def more(self, row: JobRow) -> str:
+    tasks_tell: bool
+    """Whether some jobs differ in nothing else."""
+
+    def in_deployment(self, row: JobRow) -> str:
+        """A job beside others of its deployment."""
+        return " ".join([row.model, *self.more(row)])
+
+    def in_model(self, row: JobRow) -> str:
+        """A job beside others of its model."""
+        return " ".join([row.deployment, *self.more(row)])
+
+    def more(self, row: JobRow) -> list[str]:
         """What a job's model and deployment leave open."""
-        task = [row.task] if self.several_tasks and row.task else []
-        return " ".join([*task, *self.own(row)])
+        return [*([row.task] if self.tasks_tell and row.task else []), *self.own(row)]
 
     def own(self, row: JobRow) -> list[str]:
         """The overrides that not every job has."""
@@ -35,7 +45,10 @@ def labels_of(rows: Sequence[JobRow]) -> Labels:
         rows: All of its jobs.
     """
     first = rows[0].overrides if rows else ()
+    others = {(row.model, row.deployment, row.overrides) for row in rows}
+    tasks = {row.task for row in rows}
     return Labels(
         shared=tuple(o for o in first if all(o in row.overrides for row in rows)),
-        several_tasks=len({row.task for row in rows}) > 1,
+        several_tasks=len(tasks) > 1,
+        tasks_tell=len(tasks) > 1 and len(others) < len(rows),
     )

@@ -58,7 +58,9 @@ def bytes_scale(high: int) -> Scale:
     step = _step(high / unit)
     bare = Scale(low=0, high=high, log=False)
     ticks = (index * step for index in range(int(high / unit / step + 1e-9) + 1))
-    return _with_ticks(bare, {tick * unit: f"{tick:g} {_UNITS[power]}" for tick in ticks})
+    return _with_ticks(
+        bare, {tick * unit: f"{tick:g} {_UNITS[power]}" if tick else "0" for tick in ticks}
+    )
 
 
 def figures_scale(figures: Iterable[float]) -> Scale | None:
