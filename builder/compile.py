@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from max.driver import CPU, Accelerator
 from max.engine import InferenceSession
@@ -14,6 +15,7 @@ from max.pipelines.lib.graph_specs import GraphSpec
 
 from builder.artifact import check_artifact, load
 from builder.build import Registration
+from builder.shared import Shared
 from models.graphs import RoleModules, load_specs
 from models.kernels import kernel_library
 from models.registration_graph_api import GraphApiDecoderPipelineModel
@@ -34,7 +36,17 @@ class Compiled:
     """The loaded pipeline model."""
 
     cache_hit: bool
-    """Whether every graph came out of MAX's compile cache."""
+    """Whether every graph came out of MAX's compile cache, or was loaded already."""
+
+    reused: bool = False
+    """Whether the graphs are those of a job before."""
+
+    @property
+    def found(self) -> str:
+        """Where the graphs came from, for people."""
+        if self.reused:
+            return "not asked: loaded by a job before"
+        return "hit" if self.cache_hit else "miss"
 
 
 @cache
@@ -56,36 +68,43 @@ def compile_cache_folder() -> Path:
     return base / ".max_cache" / "mof" / "mef"
 
 
-def compile_registration(registration: Registration, session: InferenceSession) -> Compiled:
-    """Builds, compiles and initialises the registration's graphs.
+def compile_registration(
+    registration: Registration, session: InferenceSession, shared: Shared | None = None
+) -> Compiled:
+    """Builds, compiles and initialises the registration's graphs, or takes those of a job before.
 
     Args:
         registration: What to build.
         session: The session to compile with and run in.
+        shared: What the jobs of this process share.
     """
     before = _cached_graphs()
     plan, config = registration.plan, registration.pipeline_config
     model_cls = registration.model_cls
-    if plan.deployment.artifact is not None:
+    graphs = None if shared is None else shared.graphs(plan)
+    members: dict[str, Any] = {"shared_graphs": graphs}
+    if plan.deployment.artifact is not None and graphs is None:
         folder = Path(plan.deployment.artifact).expanduser()
         check_artifact(plan, folder)
-        loader = {"graph_loader": staticmethod(partial(load, folder))}
-        model_cls = type(model_cls.__name__, (model_cls,), loader)
+        members["graph_loader"] = staticmethod(partial(load, folder))
+    model_cls = type(model_cls.__name__, (model_cls,), members)
     model = model_cls(
         config,
         session,
         registration.devices,
         config.model.kv_cache,
-        plan.checkpoint,
+        plan.checkpoint if shared is None else shared.reader(plan.checkpoint),
         return_logits=plan.stages[-1].config.return_logits,
         memory_plan=registration.memory_plan,
         max_batch_size=plan.deployment.batch.max_batch_size,
     )
     hit = _cached_graphs() <= before
+    if shared is not None and graphs is None:
+        shared.keep(plan, model.loaded_graphs)
     for name, adapter in plan.adapters.items():
         assert model.adapters is not None
         model.adapters.load(name, adapter)
-    return Compiled(registration, session, model, cache_hit=hit)
+    return Compiled(registration, session, model, cache_hit=hit, reused=graphs is not None)
 
 
 def compile_together(

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -18,8 +18,8 @@ from builder.job import JobFolder
 from builder.report import contract_json, plan_json
 from builder.resolve import Plan, resolve
 from builder.schema import Config, Logits
+from builder.shared import Shared
 from builder.sources import fetch
-from models.checkpoints import open_checkpoint
 from models.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,11 +48,17 @@ class Job:
     interrupts: Interrupts
     """Whether it is asked to stop."""
 
+    shared: Shared
+    """What it shares with the other jobs of its process."""
+
     out: Console
     """The terminal."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     """Each step's time."""
+
+    compiled: list[dict[str, Any]] = field(default_factory=list)
+    """Where the graphs of each deployment that it loaded came from."""
 
     @contextmanager
     def step(self, name: str, doing: str | None = None) -> Iterator[None]:
@@ -79,7 +85,7 @@ class Job:
             ConfigError: If it can't be planned, or has to run and can't.
         """
         with self.step("resolve"):
-            checkpoint = open_checkpoint(fetch(self.config.model))
+            checkpoint = self.shared.checkpoint(fetch(self.config.model))
             plan = resolve(self.config.model, self.config.deployment, checkpoint, needed_logits)
             if not only_plan:
                 check_no_obstacle(plan.obstacles)
@@ -90,19 +96,25 @@ class Job:
     def compile(self, plan: Plan) -> Compiled:
         """Steps 3 and 4: builds and compiles the plan's graphs."""
         name = f"{plan.model.name} for {plan.deployment.name}"
+        reused = self.shared.graphs(plan) is not None
+        doing = "taking" if reused else "compiling"
+        how = "as a job before loaded it" if reused else "(a minute or two the first time)"
         with self.interrupts.uninterruptible():
-            with self.step("build", f"building {name}"):
+            with self.step("build", None if reused else f"building {name}"):
                 from builder.build import build
                 from builder.compile import compile_registration, process_session
 
                 registration = build(plan)
-            with self.step("compile", f"compiling {name} (a minute or two the first time)"):
+            with self.step("compile", f"{doing} {name} {how}"):
                 on_cpu = plan.capacity is None
                 session = process_session(0 if on_cpu else plan.deployment.devices.count)
                 try:
-                    return compile_registration(registration, session)
+                    compiled = compile_registration(registration, session, self.shared)
                 except (RuntimeError, ValueError) as error:
                     if plan.capacity is None or isinstance(error, ConfigError):
                         raise
                     accelerator = plan.capacity.accelerator
                     raise compile_error(accelerator, max_reason(error)) from error
+        facts = {"cache_hit": compiled.cache_hit, "reused": compiled.reused}
+        self.compiled.append({"deployment": plan.deployment.name, **facts})
+        return compiled

@@ -32,6 +32,17 @@ Loaded = tuple[CompiledArtifacts, dict[str, Model]]
 
 
 @dataclass(frozen=True)
+class LoadedGraphs:
+    """A registration's graphs and their weights, for another model of the same configuration."""
+
+    weights: WeightLoader
+    """The values, which the graphs read where they are."""
+
+    loaded: Loaded
+    """The graphs."""
+
+
+@dataclass(frozen=True)
 class RoleModules:
     """The modules that a registration's graphs are traced from."""
 

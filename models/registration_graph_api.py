@@ -45,7 +45,7 @@ from models.collectives import allocate_signals
 from models.config import DecoderConfig
 from models.exchange import ExpertParallelExchange, exchange_buffers
 from models.graph_api import GraphApiModule
-from models.graphs import VISION_ROLE, Loaded, RoleModules, lasting_inputs, load_specs
+from models.graphs import VISION_ROLE, Loaded, LoadedGraphs, RoleModules, lasting_inputs, load_specs
 from models.images import ImageStore
 from models.lora import AdapterStore
 from models.placement import stage_role
@@ -135,6 +135,9 @@ class GraphApiDecoderPipelineModel(
 
     ep_comm_initializer: ExpertParallelExchange | None = None
     """The expert-parallel exchange, under expert parallelism."""
+
+    shared_graphs: ClassVar[LoadedGraphs | None] = None
+    """Graphs that are loaded already, of an equal configuration."""
 
     graph_prefix: ClassVar[str] = ""
     """What is before each role, where graphs of several registrations are loaded together."""
@@ -251,7 +254,8 @@ class GraphApiDecoderPipelineModel(
             model_config: The finalized configuration of each stage; one graph each.
         """
         # Kept for the model's lifetime: on the CPU the graph reads the arrays where they are.
-        self._weights = WeightLoader(self._reader())
+        shared = self.shared_graphs
+        self._weights = WeightLoader(self._reader()) if shared is None else shared.weights
         vision = self.arch_config.vision if model_config[0].declarations.vision else None
         self._modules = RoleModules.of(self.decoder_cls, self.vision_cls, model_config, vision)
         return self._modules.specs(self._weights, self.graph_prefix)
@@ -278,7 +282,10 @@ class GraphApiDecoderPipelineModel(
         if self.ep_comm_initializer is not None:
             self.ep_comm_initializer.initialize(session)
         specs = self.graph_specs(self._create_model_config(self._load_state_dict()))
-        self.compiled_artifacts, models = self.graph_loader(session, specs)
+        shared = self.shared_graphs
+        loaded = self.graph_loader(session, specs) if shared is None else shared.loaded
+        self.compiled_artifacts, models = loaded
+        self.loaded_graphs = LoadedGraphs(self._weights, loaded)
         assert self.batch_processor is not None
         self.batch_processor.bind_lasting_inputs(
             [lasting_inputs(decoder, self._weights) for decoder in self._modules.decoders]

@@ -24,7 +24,7 @@ from builder.resolve import Plan, resolve
 from builder.sampling import Sampler
 from builder.schema import SamplingConfig
 from builder.sources import fetch
-from models.checkpoints import open_checkpoint
+from models.checkpoints import Checkpoint, open_checkpoint
 from models.errors import ConfigError
 
 # Importing MAX names another Python in the process's environment, behind os.environ, and the
@@ -58,10 +58,11 @@ LFM2_STAGES = ("model=tiny_lfm2", "deployment=pp2", "deployment.parallel.stage_l
 """Two stages, in the first of which no layer attends."""
 
 
-def plan_for(*overrides: str) -> Plan:
-    """Steps 1 and 2."""
+def plan_for(*overrides: str, checkpoint: Checkpoint | None = None) -> Plan:
+    """Steps 1 and 2, of the model's checkpoint or one that is open."""
     config = compose(overrides)
-    return resolve(config.model, config.deployment, open_checkpoint(fetch(config.model)))
+    opened = checkpoint or open_checkpoint(fetch(config.model))
+    return resolve(config.model, config.deployment, opened)
 
 
 def assert_refused(overrides: Sequence[str], wanted: str) -> None:

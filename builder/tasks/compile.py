@@ -62,7 +62,7 @@ def _compile_for_target(job: Job, folder: Path) -> None:
 
 def _print_summary(job: Job, compiled: Compiled, folder: Path) -> None:
     table = _summary(job, compiled.registration.plan, folder, "loaded back")
-    table.add_row("compile cache", "hit" if compiled.cache_hit else "miss")
+    table.add_row("compile cache", compiled.found)
     job.out.print(table)
 
 

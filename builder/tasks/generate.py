@@ -25,8 +25,11 @@ DEFAULT_PROMPT = "Explain what a KV cache is in two sentences."
 """What is asked where the user asks nothing."""
 
 
-def run(job: Job) -> None:
+def run(job: Job) -> float | None:
     """Continues every prompt and writes generations.jsonl and metrics.json.
+
+    Returns:
+        Tokens generated per second, over all prompts.
 
     Raises:
         ConfigError: If a setting can't be used, or no prompt; nothing is compiled then. If some
@@ -88,6 +91,8 @@ def run(job: Job) -> None:
         raise InterruptedJob
     if refused:
         raise SomeRefused("\n".join(str(prompt.error) for prompt in refused))
+    rate: float | None = metrics["generated_tok_s"]
+    return rate
 
 
 def _prompts(
@@ -177,6 +182,7 @@ def _metrics(
         "step_ms": times.total / times.steps * 1e3 if times.steps else None,
         "host_share": 1 - times.execute / times.total if times.total else None,
         "compile_cache_hit": compiled.cache_hit,
+        "graphs_reused": compiled.reused,
         "seconds": job.seconds,
     }
 
@@ -188,7 +194,7 @@ def _print_summary(job: Job, plan: Plan, compiled: Compiled, metrics: dict[str, 
         f"{human_bytes(plan.weights.total)} of weights, "
         f"{human_bytes(sum(share.kv_pages for share in plan.devices))} of KV pages",
     )
-    table.add_row("compile cache", "hit" if compiled.cache_hit else "miss")
+    table.add_row("compile cache", compiled.found)
     table.add_row("steps", ", ".join(f"{name} {took:.2f} s" for name, took in job.seconds.items()))
     rate = metrics["generated_tok_s"]
     table.add_row(
