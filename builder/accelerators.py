@@ -75,9 +75,14 @@ def accelerator_of(devices: DevicesConfig) -> Accelerator | None:
         "arch": devices.arch,
         "memory_gib": devices.memory_gib,
     }
+    if devices.memory_gib is not None and not 0 < devices.memory_gib < math.inf:
+        raise ConfigError(
+            f"deployment.devices.memory_gib: {devices.memory_gib} is not a number above 0"
+        )
     if devices.kind is DeviceKind.cpu:
         for key, value in given.items():
-            if value is not None:
+            # The host's memory may be limited.
+            if value is not None and key != "memory_gib":
                 raise ConfigError(
                     f"deployment.devices.{key}: {value}, but the devices are the CPU\n"
                     "  what works: deployment.devices.kind=virtual, or gpu on a machine that has "
@@ -97,10 +102,6 @@ def accelerator_of(devices: DevicesConfig) -> Accelerator | None:
     arch = devices.arch or (known.arch if known else "")
     memory = known.memory if known else 0
     if devices.memory_gib is not None:
-        if not 0 < devices.memory_gib < math.inf:
-            raise ConfigError(
-                f"deployment.devices.memory_gib: {devices.memory_gib} is not a number above 0"
-            )
         memory = int(devices.memory_gib * 2**30)
     for key, fact in {"api": api, "arch": arch, "memory_gib": memory}.items():
         if not fact:

@@ -267,9 +267,12 @@ def obstacles(
     weights = sum(items.host for items, _ in held)
     pages = sum(share.kv_pages for _, devices in held for share in devices)
     work = sum(share.workspace for _, devices in held for share in devices)
+    who, limit = "this machine has", deployment.devices.memory_gib
+    if limit is not None and limit * 2**30 < total:
+        who, total = "deployment.devices.memory_gib allows", int(limit * 2**30)
     if weights + pages + work > total:
         found.append(
-            f"deployment: needs {(weights + pages + work) / 2**30:.1f} GiB, this machine has "
+            f"deployment: needs {(weights + pages + work) / 2**30:.1f} GiB, {who} "
             f"{total / 2**30:.1f}\n"
             f"  weights {weights / 2**30:.1f} GiB + KV pages {pages / 2**30:.1f} GiB"
             f" + workspace {work / 2**30:.1f} GiB\n"

@@ -7,6 +7,8 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Mapping
+from typing import Any
 
 _STARTED = time.perf_counter()
 
@@ -16,109 +18,71 @@ gc.disable()
 # Without an answer from DNS, MAX's telemetry holds up the exit for many seconds.
 os.environ.setdefault("MODULAR_TELEMETRY_ENABLED", "0")
 
-from pathlib import Path  # noqa: E402
 
 import hydra  # noqa: E402
 from hydra.core.hydra_config import HydraConfig  # noqa: E402
 from hydra.types import RunMode  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 
-from builder.compose import config_folder, explain, register_schema, to_config  # noqa: E402
-from builder.interrupt import EXIT_STATUS, InterruptedJob, Interrupts  # noqa: E402
-from builder.job import JobFolder  # noqa: E402
+from builder.compose import config_folder, explain, register_schema  # noqa: E402
+from builder.interrupt import EXIT_STATUS, InterruptedJob  # noqa: E402
+from builder.jobs import Ended, job_facts, run_job  # noqa: E402
 from builder.report import console  # noqa: E402
-from builder.schema import TASKS  # noqa: E402
-from builder.steps import FailedJob, Job, SomeRefused  # noqa: E402
-from builder.tasks import task_runner  # noqa: E402
+from builder.shared import Shared  # noqa: E402
+from builder.summary import print_rows  # noqa: E402
+from builder.sweep import begun_sweep, run_in_sweep  # noqa: E402
 from models.errors import ConfigError  # noqa: E402
 
 gc.freeze()
 gc.enable()
 
+# Importing MAX names another Python in the process's environment, behind os.environ, and the
+# processes that launchers start would take it for theirs.
+os.unsetenv("PYTHONEXECUTABLE")
+
 
 class _Command:
-    """One invocation: its jobs, and how those ended that did not succeed."""
-
-    def __init__(self) -> None:
-        self.began_jobs = False
-        self.ended: list[ConfigError | FailedJob] = []
-        self._began = _STARTED
-
-    def run_job(self, composed: DictConfig) -> None:
-        """Runs one job of a single run or a sweep.
-
-        A job of this process that does not succeed is told at once and remembered for the exit
-        status, and a sweep goes on. (Hydra keeps quiet until the end of a sweep and then tells of
-        the first only.) A job of another process raises, for its launcher to carry over.
-        """
-        self.began_jobs = True
-        try:
-            run_job(composed, self._began)
-        except (ConfigError, FailedJob) as error:
-            hydra_config = HydraConfig.get()
-            if not hydra_config.launcher._target_.endswith(".BasicLauncher"):
-                raise
-            self.ended.append(error)
-            if hydra_config.mode is not RunMode.RUN:
-                job = f"job {hydra_config.job.num}: {hydra_config.job.override_dirname}"
-                print(f"{job}\n{_told(error)}", file=sys.stderr, flush=True)
-        finally:
-            self._began = time.perf_counter()
-
-    def exit_status(self) -> int:
-        """2 where the user asked for what can't be, else 1 where a task's answer is no."""
-        if any(isinstance(error, ConfigError) for error in self.ended):
-            return 2
-        return 1 if self.ended else 0
-
-
-def _told(error: ConfigError | FailedJob) -> str:
-    return f"{'error' if isinstance(error, ConfigError) else 'failed'}: {error}"
-
-
-def run_job(composed: DictConfig, began: float) -> None:
-    """Runs one job and writes how it ended.
+    """One invocation, for Hydra to call with each of its jobs.
 
     Args:
-        composed: The job's configuration, as Hydra composed it.
-        began: When composing it began, by ``time.perf_counter``.
-
-    Raises:
-        ConfigError: If the user asked for something that can't be.
-        FailedJob: If the task ran and its answer is no.
-        InterruptedJob: If it was asked to stop.
+        verbose: Whether tracebacks are printed.
     """
-    folder = JobFolder(Path(HydraConfig.get().runtime.output_dir))
 
-    def stopped() -> None:
-        folder.write_status("interrupted")
+    def __init__(self, verbose: bool) -> None:
+        self.ended: Ended | None = None
+        self._verbose = verbose
+        self._began = _STARTED
 
-    with Interrupts(on_exit=stopped) as interrupts:
-        try:
-            config = to_config(composed)
-            job = Job(config, folder, interrupts, console())
-            job.seconds["compose"] = time.perf_counter() - began
-            name = next(name for name, task in TASKS.items() if type(config.task) is task)
-            task_runner(name)(job)
-        except (InterruptedJob, KeyboardInterrupt) as error:
-            stopped()
-            raise InterruptedJob from error
-        except FailedJob as error:
-            folder.write_status("failed", str(error), seconds=job.seconds)
-            raise
-        except ConfigError as error:
-            if interrupts.requested:
-                # What could not be fetched because the download was stopped too.
-                stopped()
-                raise InterruptedJob from error
-            if not isinstance(error, SomeRefused):
-                folder.discard()
-            folder.write_status("error", str(error))
-            raise
-        except BaseException as error:
-            folder.write_status("error", f"{type(error).__name__}: {error}")
-            raise
-        folder.write_status("ok", seconds=job.seconds)
+    def __call__(self, composed: DictConfig) -> float | None:
+        """Runs a job, and tells at once what went wrong.
+
+        A sweep goes on after it: what became of its jobs is in their folders, whatever launched
+        them.
+
+        Args:
+            composed: Its configuration.
+
+        Returns:
+            The figure that a search maximises, where the task has one.
+        """
+        hydra_config = HydraConfig.get()
+        if hydra_config.mode is RunMode.RUN:
+            # Two deployments of a checkpoint are compared.
+            shared = Shared(several=hydra_config.runtime.choices["task"] == "verify")
+            ended = run_job(composed, self._began, shared)
+        else:
+            ended = run_in_sweep(composed, self._began)
+            if ended.status not in ("ok", "interrupted"):
+                print(_named(job_facts(hydra_config)), file=sys.stderr)
+        if ended.status == "interrupted":
+            raise InterruptedJob
+        if ended.trace is not None and (self._verbose or ended.is_defect):
+            print(ended.trace, file=sys.stderr, end="")
+        if ended.status != "ok" and not ended.is_defect:
+            print(ended.told, file=sys.stderr, flush=True)
+        self.ended = ended
+        self._began = time.perf_counter()
+        return ended.objective
 
 
 _WITH_VALUE = {
@@ -151,36 +115,46 @@ def main() -> None:
     # So that Hydra hands every error to us, to be worded in one way.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     register_schema()
-    invocation = _Command()
-    command = hydra.main(
-        version_base="1.3", config_path=str(config_folder()), config_name="config"
-    )(invocation.run_job)
+    command = _Command(verbose)
+    status = 0
     try:
-        command()
-    except InterruptedJob:
+        hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="config")(
+            command
+        )()
+    except (InterruptedJob, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
-        sys.exit(EXIT_STATUS)
-    except Exception as error:
+        status = EXIT_STATUS
+    except Exception as error:  # noqa: BLE001 - every one is told
+        status = 2
         # Before a job begins, whatever is wrong is in the overrides or the user's YAML.
-        if invocation.began_jobs and not isinstance(error, ConfigError):
-            raise
-        if verbose:
+        began = command.ended is not None or begun_sweep() is not None
+        if verbose or (began and not isinstance(error, ConfigError)):
             traceback.print_exc()
-        worded = error if isinstance(error, ConfigError) else explain(error)
-        print(_told(worded), file=sys.stderr)
-        sys.exit(2)
-    if len(invocation.ended) == 1 and not _is_multirun():
-        (ended,) = invocation.ended
-        if verbose:
-            traceback.print_exception(ended)
-        print(_told(ended), file=sys.stderr)
-    elif invocation.ended:
-        print(f"{len(invocation.ended)} jobs did not succeed", file=sys.stderr)
-    sys.exit(invocation.exit_status())
+        print(f"error: {error if began else explain(error)}", file=sys.stderr)
+    if command.ended is not None and begun_sweep() is None:
+        status = command.ended.exit_status
+    sys.exit(_finished(status))
 
 
-def _is_multirun() -> bool:
-    return bool({"-m", "--multirun"} & set(sys.argv[1:]))
+def _named(job: Mapping[str, Any]) -> str:
+    """A job of a sweep in a few words."""
+    chosen = f"{job['model']} on {job['deployment']}, task={job['task']}"
+    return " ".join([f"job {job['num']}:", chosen, *job["overrides"]])
+
+
+def _finished(status: int) -> int:
+    """Ends the sweep, if it is one, and gives the command's exit status.
+
+    Args:
+        status: What it would be by itself.
+    """
+    sweep = begun_sweep()
+    if sweep is None:
+        return status
+    rows = sweep.finish(stop=status == EXIT_STATUS)
+    print_rows(rows, console())
+    print(f"report: {sweep.folder / 'report.html'}", flush=True)
+    return max([status, *(row.exit_status for row in rows)])
 
 
 if __name__ == "__main__":

@@ -81,7 +81,8 @@ class JobFolder:
             process: What tells its process from others.
         """
         for name in self.RESULTS:
-            (self.path / name).unlink(missing_ok=True)
+            if name != self.BEGUN:
+                (self.path / name).unlink(missing_ok=True)
         self._job = job
         self.write_json(self.BEGUN, {"job": job, "process": process})
 

@@ -96,7 +96,7 @@ class DevicesConfig:
     """The target that is compiled for, such as ``sm_90a``."""
 
     memory_gib: float | None = None
-    """The memory of each, in GiB."""
+    """The memory of each, in GiB; on the CPU the host's, by default all that it has."""
 
     memory_utilization: float = 0.9
     """The part of an accelerator's memory that is planned with; the rest is for what a graph
@@ -279,6 +279,14 @@ class DiffTask:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReportTask:
+    """One summary of past runs."""
+
+    folder: str = "outputs"
+    """The folder that they are in, or below; the summary is written into it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScoreTask:
     """Log-likelihood of texts."""
 
@@ -330,6 +338,7 @@ TASKS: dict[str, type[Any]] = {
     "diff": DiffTask,
     "generate": GenerateTask,
     "plan": PlanTask,
+    "report": ReportTask,
     "score": ScoreTask,
     "serve": ServeTask,
     "verify": VerifyTask,

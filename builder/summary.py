@@ -28,6 +28,10 @@ KILLED = "killed"
 """The status of a job whose process is gone and has not said how it ended."""
 
 
+REPORTS = ("report",)
+"""Tasks about other jobs, which have no row."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobRow:
     """One job."""
@@ -127,7 +131,11 @@ def read_rows(folder: Path, listed: Sequence[Mapping[str, Any]] = ()) -> list[Jo
             facts = read_json(file)
             if facts is not None:
                 found[file.parent] = facts
-    rows = [_read(folder, path, status) for path, status in found.items()]
+    rows = [
+        _read(folder, path, status)
+        for path, status in found.items()
+        if status.get("job", {}).get("task") not in REPORTS
+    ]
     begun = {status["job"]["num"] for status in found.values() if "job" in status}
     rows += [
         (facts["num"], JobRow(job=str(facts["num"]), status=NOT_RUN, **_choices(facts)))

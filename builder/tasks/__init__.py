@@ -8,13 +8,13 @@ from importlib import import_module
 from builder.steps import Job
 
 
-def task_runner(name: str) -> Callable[[Job], None]:
-    """The function that runs a task.
+def task_runner(name: str) -> Callable[[Job], float | None]:
+    """The function that runs a task, and gives the figure that a search maximises, if it has one.
 
     Imported on demand: a plan needs neither a tokenizer nor templates.
 
     Args:
         name: A key of ``builder.schema.TASKS``.
     """
-    run: Callable[[Job], None] = import_module(f"builder.tasks.{name}").run
+    run: Callable[[Job], float | None] = import_module(f"builder.tasks.{name}").run
     return run

@@ -1,0 +1,132 @@
+"""Runs one composed job to its end, whatever that is, and writes how it ended."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.conf import HydraConf
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from builder.compose import to_config
+from builder.interrupt import InterruptedJob, Interrupts
+from builder.job import JobFolder
+from builder.processes import process_facts
+from builder.report import console
+from builder.schema import TASKS
+from builder.shared import Shared
+from builder.steps import FailedJob, Job, SomeRefused
+from builder.tasks import task_runner
+from models.errors import ConfigError
+
+GROUPS = ("model", "deployment", "task")
+"""The groups whose choices a job is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a job ended."""
+
+    status: str
+    """``ok``, ``failed``, ``error``, ``interrupted`` or ``killed``."""
+
+    error: str | None = None
+    """What went wrong, as the terminal says it."""
+
+    trace: str | None = None
+    """The traceback; printed where it is asked for, or where the fault is ours."""
+
+    is_defect: bool = False
+    """Whether the fault is ours."""
+
+    objective: float | None = None
+    """The figure that a search maximises; ``None`` where the task has none."""
+
+    @property
+    def told(self) -> str:
+        """The line for the terminal."""
+        if self.status in ("failed", "killed"):
+            return f"{self.status}: {self.error}"
+        return f"error: {self.error}"
+
+    @property
+    def exit_status(self) -> int:
+        """2 where the user asked for what can't be, else 1 where it did not succeed."""
+        if self.status == "ok":
+            return 0
+        return 2 if self.status == "error" and not self.is_defect else 1
+
+
+def job_facts(hydra: HydraConf) -> dict[str, Any]:
+    """What was asked for in a job.
+
+    Args:
+        hydra: Hydra's own configuration of it.
+    """
+    # As they were written: what looks like an interpolation may be a prompt.
+    words = list(map(str, OmegaConf.to_container(hydra.overrides.task)))  # type: ignore[arg-type]
+    chosen = hydra.runtime.choices
+    return {
+        "num": None if OmegaConf.is_missing(hydra.job, "num") else hydra.job.num,
+        **{group: str(chosen[group]) for group in GROUPS},
+        "overrides": [word for word in words if word.partition("=")[0] not in GROUPS],
+    }
+
+
+def run_job(composed: DictConfig, began: float, shared: Shared) -> Ended:
+    """Runs one job and writes how it ended.
+
+    Args:
+        composed: The job's configuration, as Hydra composed it.
+        began: When composing it began, by ``time.perf_counter``.
+        shared: What the jobs of this process share.
+    """
+    hydra = HydraConfig.get()
+    folder = JobFolder(Path(hydra.runtime.output_dir))
+    folder.begin(job_facts(hydra), process_facts())
+    job: Job | None = None
+
+    def stopped() -> None:
+        folder.write_status("interrupted")
+
+    with Interrupts(on_exit=stopped) as interrupts:
+        try:
+            config = to_config(composed)
+            job = Job(config, folder, interrupts, shared, console())
+            job.seconds["compose"] = time.perf_counter() - began
+            name = next(name for name, task in TASKS.items() if type(config.task) is task)
+            objective = task_runner(name)(job)
+        except (InterruptedJob, KeyboardInterrupt):
+            stopped()
+            return Ended(status="interrupted")
+        except FailedJob as error:
+            folder.write_status("failed", str(error), **_facts(job))
+            return _ended("failed", error)
+        except ConfigError as error:
+            if interrupts.requested:
+                # What could not be fetched because the download was stopped too.
+                stopped()
+                return Ended(status="interrupted")
+            if not isinstance(error, SomeRefused):
+                folder.discard()
+            folder.write_status("error", str(error))
+            return _ended("error", error)
+        except Exception as error:  # noqa: BLE001 - a defect, told with its traceback
+            text = f"{type(error).__name__}: {error}"
+            folder.write_status("error", text, is_defect=True, **_facts(job))
+            return Ended(status="error", error=text, trace=traceback.format_exc(), is_defect=True)
+        folder.write_status("ok", **_facts(job))
+    return Ended(status="ok", objective=objective)
+
+
+def _facts(job: Job | None) -> Mapping[str, Any]:
+    return {} if job is None else {"seconds": job.seconds, "compiled": job.compiled}
+
+
+def _ended(status: str, error: Exception) -> Ended:
+    return Ended(status=status, error=str(error), trace=traceback.format_exc())

@@ -1,0 +1,207 @@
+"""A sweep: its jobs' folders, and one summary of them whatever launched the jobs."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+from builder.job import JobFolder, read_json
+from builder.jobs import GROUPS, Ended, job_facts
+from builder.processes import is_alive, process_facts
+from builder.summary import KILLED, NOT_RUN, JobRow, as_csv, as_markdown, read_rows
+from builder.worker import process_worker
+
+LIST = "sweep.json"
+"""The jobs that a sweep has, in its folder."""
+
+POLL_S = 0.2
+"""How often is asked what jobs in other processes do, in seconds."""
+
+BEGIN_S = 60.0
+"""How long a job in another process may take to begin, in seconds."""
+
+STOP_S = 30.0
+"""How long a job that is asked to stop may take, in seconds."""
+
+
+class Sweep:
+    """The folder of a sweep, or one with many runs.
+
+    Args:
+        folder: The folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def begin(self, jobs: list[dict[str, Any]]) -> None:
+        """Lists the jobs.
+
+        Args:
+            jobs: What is asked for in each.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        _write(self.folder / LIST, json.dumps({"jobs": jobs}, ensure_ascii=False, indent=1) + "\n")
+
+    def rows(self) -> list[JobRow]:
+        """Every job, also those that did not begin."""
+        listed = read_json(self.folder / LIST) or {"jobs": []}
+        return read_rows(self.folder, listed["jobs"])
+
+    def rebuild(self) -> list[JobRow]:
+        """Writes summary.csv, summary.md and report.html anew, from the jobs' files."""
+        # A single run does without templates.
+        from builder.page import as_html
+
+        with _locked(self.folder / ".summary.lock"):
+            rows = self.rows()
+            _write(self.folder / "summary.csv", as_csv(rows))
+            _write(self.folder / "summary.md", as_markdown(rows))
+            _write(self.folder / "report.html", as_html(rows, self.folder.name))
+        return rows
+
+    def finish(self, *, stop: bool) -> list[JobRow]:
+        """Waits for jobs that other processes run still, and says of each how it ended.
+
+        A launcher may end before its jobs do, when one of them is killed.
+
+        Args:
+            stop: Whether they are asked to stop.
+        """
+        process_worker().close()
+        self._wait(STOP_S if stop else None, stop=stop)
+        for row in self.rows():
+            folder = self.folder / row.job
+            if (folder / JobFolder.BEGUN).is_file():
+                ended = ("interrupted", None) if stop else (KILLED, row.error)
+                JobFolder.left_behind(folder).write_status(*ended)
+        return self.rebuild()
+
+    def _wait(self, limit: float | None, *, stop: bool) -> None:
+        began = time.monotonic()
+        asked: set[int] = set()
+        while limit is None or time.monotonic() - began < limit:
+            begun = map(read_json, self.folder.rglob(JobFolder.BEGUN))
+            running = [facts["process"] for facts in begun if facts and is_alive(facts["process"])]
+            late = [row for row in self.rows() if row.status == NOT_RUN]
+            if not running and (stop or not late or time.monotonic() - began > BEGIN_S):
+                return
+            for process in running:
+                if stop and process["pid"] not in asked:
+                    os.kill(process["pid"], signal.SIGTERM)
+                    asked.add(process["pid"])
+            time.sleep(POLL_S)
+
+
+def run_in_sweep(composed: DictConfig, began: float) -> Ended:
+    """Runs one job of a sweep in this process' worker, and rebuilds the sweep's summary.
+
+    Args:
+        composed: The job's configuration.
+        began: When composing it began, by ``time.perf_counter``.
+    """
+    hydra = HydraConfig.get()
+    sweep = Sweep(Path(hydra.sweep.dir))
+    JobFolder(Path(hydra.runtime.output_dir)).begin(job_facts(hydra), process_facts())
+    # It starts every job at once.
+    starts_all = hydra.launcher._target_.endswith(".LocalLauncher")
+    with _turn(sweep.folder) if starts_all else nullcontext():
+        ended = process_worker().run(composed, began)
+    sweep.rebuild()
+    return ended
+
+
+@contextmanager
+def _turn(folder: Path) -> Iterator[None]:
+    """Waits for one of as many turns as this machine has cores.
+
+    Args:
+        folder: The sweep's folder.
+    """
+    files = [(folder / f".turn-{number}.lock").open("w") for number in range(os.cpu_count() or 1)]
+    try:
+        while not any(map(_lock_if_free, files)):
+            time.sleep(POLL_S)
+        yield
+    finally:
+        for file in files:
+            file.close()
+
+
+def _lock_if_free(file: Any) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+_begun: list[Sweep] = []
+
+
+def begun_sweep() -> Sweep | None:
+    """The sweep that this process began."""
+    return _begun[-1] if _begun else None
+
+
+class SweepCallback(Callback):
+    """Lists a sweep's jobs before the first of them begins; Hydra calls it."""
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Lists the jobs, where the sweeper takes the product of choices.
+
+        Args:
+            config: The sweep's configuration.
+        """
+        sweep = Sweep(Path(config.hydra.sweep.dir))
+        sweep.begin(_product(config.hydra))
+        _begun.append(sweep)
+
+
+def _product(hydra: DictConfig) -> list[dict[str, Any]]:
+    """What is asked for in each job of a sweep; nothing where a search chooses as it goes."""
+    if not hydra.sweeper._target_.endswith(".BasicSweeper"):
+        return []
+    params = [f"{key}={value}" for key, value in (hydra.sweeper.params or {}).items()]
+    overrides = OverridesParser.create().parse_overrides([*params, *hydra.overrides.task])
+    (jobs,) = BasicSweeper.split_arguments(overrides, None)
+    return [
+        {
+            "num": number,
+            **{group: str(hydra.runtime.choices.get(group)) for group in GROUPS},
+            **dict(pair for pair in map(_pair, words) if pair[0] in GROUPS),
+            "overrides": [word for word in words if _pair(word)[0] not in GROUPS],
+        }
+        for number, words in enumerate(jobs)
+    ]
+
+
+def _pair(word: str) -> tuple[str, str]:
+    key, _, value = word.partition("=")
+    return key, value
