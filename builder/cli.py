@@ -24,9 +24,10 @@ from hydra.core.hydra_config import HydraConfig  # noqa: E402
 from hydra.types import RunMode  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 
-from builder.compose import config_folder, explain, register_schema  # noqa: E402
+from builder.compose import explain, register_schema  # noqa: E402
 from builder.interrupt import EXIT_STATUS, InterruptedJob  # noqa: E402
 from builder.jobs import Ended, job_facts, run_job  # noqa: E402
+from builder.loading import config_folder  # noqa: E402
 from builder.report import console  # noqa: E402
 from builder.shared import Shared  # noqa: E402
 from builder.summary import print_rows  # noqa: E402

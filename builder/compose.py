@@ -8,10 +8,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -23,15 +20,9 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
+from builder.loading import HYDRA_STUB, Composer, folders
 from builder.schema import TASKS, Config, DeploymentConfig, DevicesConfig, ModelConfig
 from models.errors import ConfigError
-
-
-def config_folder() -> Path:
-    """The folder of our YAML: beside the package in a checkout, inside it when installed."""
-    package = Path(__file__).resolve().parent
-    beside = package.parent / "conf"
-    return beside if beside.is_dir() else package / "conf"
 
 
 def register_schema() -> None:
@@ -43,6 +34,8 @@ def register_schema() -> None:
     store.store(group="schema", name="devices", node=_schema_node(DevicesConfig))
     for name, task in TASKS.items():
         store.store(group="schema/task", name=name, node=_schema_node(task))
+    group, name = HYDRA_STUB.split("/")
+    store.store(group=group, name=name, node={"hydra": {}})
     OmegaConf.register_new_resolver("repository", _in_repository, replace=True)
 
 
@@ -51,47 +44,48 @@ def _in_repository(path: str) -> str:
     return str(Path(__file__).resolve().parent.parent / path)
 
 
-def compose(overrides: Sequence[str] = ()) -> Config:
+def compose(overrides: Sequence[str] = (), own: str | None = None) -> Config:
     """Composes one job's configuration as the command does.
 
     Args:
         overrides: What the command line would say, such as ``deployment=cpu``.
+        own: A folder of configurations beside ours, as for ``--config-dir``.
 
     Raises:
         ConfigError: If an override or a file is wrong.
     """
     register_schema()
-    with initialize_config_dir(str(config_folder()), version_base="1.3"):
-        return compose_again(overrides)
+    return compose_again(Composer(folders(own)), overrides)
 
 
-def compose_again(overrides: Sequence[str]) -> Config:
-    """Composes another configuration from the folders of the running command.
+def compose_again(composer: Composer, overrides: Sequence[str]) -> Config:
+    """Composes one more configuration of the same folders.
 
     Args:
+        composer: The folders.
         overrides: What the command line would say.
 
     Raises:
         ConfigError: If an override or a file is wrong.
     """
     try:
-        composed = hydra_compose("config", list(overrides))
+        composed = composer.compose(overrides)
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error) from error
     return to_config(composed)
 
 
-def choices(group: str) -> tuple[str, ...]:
+def choices(composer: Composer, group: str) -> tuple[str, ...]:
     """The choices of a group: those of ``--config-dir`` where it has any, otherwise ours.
 
     Args:
+        composer: The folders.
         group: The group.
     """
-    sources = GlobalHydra.instance().config_loader().get_sources()
     for provider in ("command-line", "main"):
         names = {
             name
-            for source in sources
+            for source in composer.sources
             if source.provider == provider and source.is_group(group)
             for name in source.list(group, ObjectType.CONFIG)
         }

@@ -19,7 +19,8 @@ import pytest
 
 os.environ.setdefault("MODULAR_TELEMETRY_ENABLED", "0")
 
-from builder.compose import compose, config_folder
+from builder.compose import compose
+from builder.loading import config_folder
 from builder.resolve import Plan, resolve
 from builder.sampling import Sampler
 from builder.schema import SamplingConfig

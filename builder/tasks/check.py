@@ -12,6 +12,7 @@ from rich import box
 from rich.table import Table
 
 from builder.compose import choices, compose_again
+from builder.loading import Composer, running_request
 from builder.report import human_bytes
 from builder.resolve import Plan, resolve
 from builder.schema import CheckTask, ModelConfig
@@ -70,10 +71,11 @@ def run(job: Job) -> None:
     assert isinstance(task, CheckTask)
     given = list(HydraConfig.get().overrides.task)
     chosen = HydraConfig.get().runtime.choices
+    composer = running_request().composer
     deployments = tuple(task.deployments) or (
         (str(chosen["deployment"]),)
         if any(word.startswith("deployment=") for word in given)
-        else choices("deployment")
+        else choices(composer, "deployment")
     )
     models = tuple(task.models) or (str(chosen["model"]),)
     # What the command line says beside its choices and the task holds for every pair.
@@ -81,7 +83,11 @@ def run(job: Job) -> None:
     others = [word for word in given if not word.lstrip("+~").startswith(own)]
     opened = cache(lambda model: open_checkpoint(fetch(model)))
     with job.step("check"):
-        checked = [_check(name, model, others, opened) for model in models for name in deployments]
+        checked = [
+            _check(composer, name, model, others, opened)
+            for model in models
+            for name in deployments
+        ]
     refused = [one for one in checked if one.plan is None]
     results = [one.as_json() for one in checked]
     job.folder.write_json("check.json", {"pass": not refused, "results": results})
@@ -91,11 +97,15 @@ def run(job: Job) -> None:
 
 
 def _check(
-    deployment: str, model: str, others: list[str], opened: Callable[[ModelConfig], Checkpoint]
+    composer: Composer,
+    deployment: str,
+    model: str,
+    others: list[str],
+    opened: Callable[[ModelConfig], Checkpoint],
 ) -> _Checked:
     words = [*others, f"deployment={deployment}", f"model={model}", "task=plan"]
     try:
-        config = compose_again(words)
+        config = compose_again(composer, words)
         plan = resolve(config.model, config.deployment, opened(config.model))
     except ConfigError as error:
         return _Checked(deployment=deployment, model=model, error=str(error))

@@ -10,6 +10,7 @@ from rich import box
 from rich.table import Table
 
 from builder.compose import compose_again
+from builder.loading import running_request
 from builder.report import as_json, contract_json, human_bytes
 from builder.resolve import Plan, resolve
 from builder.schema import DiffTask
@@ -44,7 +45,8 @@ def run(job: Job) -> None:
     # Everything else of the command line is this deployment's, fragments too.
     others = [word for word in words if word.lstrip("+~").startswith("model")]
     with job.step("resolve"):
-        config = compose_again([*others, f"deployment={task.against}", "task=plan"])
+        composer = running_request().composer
+        config = compose_again(composer, [*others, f"deployment={task.against}", "task=plan"])
         there = resolve(config.model, config.deployment, here.checkpoint)
     found = {
         "keys": _keys(here, there),
