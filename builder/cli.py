@@ -24,14 +24,15 @@ from hydra.core.hydra_config import HydraConfig  # noqa: E402
 from hydra.types import RunMode  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 
-from builder.compose import explain, register_schema  # noqa: E402
+from builder.compose import register_schema  # noqa: E402
 from builder.interrupt import EXIT_STATUS, InterruptedJob  # noqa: E402
 from builder.jobs import Ended, job_facts, run_job  # noqa: E402
-from builder.loading import config_folder  # noqa: E402
+from builder.loading import command_request, config_folder  # noqa: E402
 from builder.report import console  # noqa: E402
 from builder.shared import Shared  # noqa: E402
-from builder.summary import print_rows  # noqa: E402
+from builder.summary import NOT_RUN, print_rows  # noqa: E402
 from builder.sweep import begun_sweep, run_in_sweep  # noqa: E402
+from builder.words import check_hydra_words, explain  # noqa: E402
 from models.errors import ConfigError  # noqa: E402
 
 gc.freeze()
@@ -119,6 +120,7 @@ def main() -> None:
     command = _Command(verbose)
     status = 0
     try:
+        check_hydra_words(sys.argv[1:])
         hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="config")(
             command
         )()
@@ -127,14 +129,24 @@ def main() -> None:
         status = EXIT_STATUS
     except Exception as error:  # noqa: BLE001 - every one is told
         status = 2
-        # Before a job begins, whatever is wrong is in the overrides or the user's YAML.
-        began = command.ended is not None or begun_sweep() is not None
-        if verbose or (began and not isinstance(error, ConfigError)):
+        # Before a job begins, whatever is wrong is in the overrides or the user's YAML; after
+        # it, in a launcher or a sweeper.
+        began = command.ended is not None or _sweep_has_jobs()
+        if verbose or began:
             traceback.print_exc()
-        print(f"error: {error if began else explain(error)}", file=sys.stderr)
-    if command.ended is not None and begun_sweep() is None:
+        if not (began or isinstance(error, ConfigError)):
+            error = explain(error, command_request(sys.argv[1:]))
+        print(f"error: {error}", file=sys.stderr)
+    if _sweep_has_jobs():
+        status = _finished(status)
+    elif command.ended is not None:
         status = command.ended.exit_status
-    sys.exit(_finished(status))
+    sys.exit(status)
+
+
+def _sweep_has_jobs() -> bool:
+    sweep = begun_sweep()
+    return sweep is not None and any(row.status != NOT_RUN for row in sweep.rows())
 
 
 def _named(job: Mapping[str, Any]) -> str:
@@ -144,14 +156,13 @@ def _named(job: Mapping[str, Any]) -> str:
 
 
 def _finished(status: int) -> int:
-    """Ends the sweep, if it is one, and gives the command's exit status.
+    """Ends the sweep and gives the command's exit status.
 
     Args:
         status: What it would be by itself.
     """
     sweep = begun_sweep()
-    if sweep is None:
-        return status
+    assert sweep is not None
     rows = sweep.finish(stop=status == EXIT_STATUS)
     print_rows(rows, console())
     print(f"report: {sweep.folder / 'report.html'}", flush=True)

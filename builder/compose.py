@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.object_type import ObjectType
-from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    InterpolationResolutionError,
-    MissingMandatoryValue,
-    OmegaConfBaseException,
-)
+from omegaconf.errors import OmegaConfBaseException
 
-from builder.loading import HYDRA_STUB, Composer, folders
+from builder.key_words import missing, no_task, unknown_key
+from builder.loading import HYDRA_STUB, Composer, Request, folders, running_request
 from builder.schema import TASKS, Config, DeploymentConfig, DevicesConfig, ModelConfig
-from models.errors import ConfigError
+from builder.words import MISTAKES, explain
 
 
 def register_schema() -> None:
@@ -68,11 +61,12 @@ def compose_again(composer: Composer, overrides: Sequence[str]) -> Config:
     Raises:
         ConfigError: If an override or a file is wrong.
     """
+    request = Request(composer, tuple(overrides))
     try:
         composed = composer.compose(overrides)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise explain(error) from error
-    return to_config(composed)
+    except MISTAKES as error:
+        raise explain(error, request) from error
+    return to_config(composed, request)
 
 
 def choices(composer: Composer, group: str) -> tuple[str, ...]:
@@ -111,84 +105,38 @@ def _allow_merging(node: Any) -> None:
             _allow_merging(node._get_node(key))
 
 
-def to_config(composed: DictConfig) -> Config:
+def to_config(composed: DictConfig, request: Request | None = None) -> Config:
     """Makes the frozen facts of one job.
+
+    Args:
+        composed: What was composed.
+        request: What it was composed of; by default what the running job was asked.
 
     Raises:
         ConfigError: If a value is missing, or a key is none of the schema's.
     """
-    _check_keys(composed, "")
+    unknown = next(_unknown_keys(composed, ""), None)
+    if unknown is not None:
+        raise unknown_key(*unknown, request or running_request())
     try:
         config = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
-        raise explain(error) from error
+        raise explain(error, request or running_request()) from error
     assert isinstance(config, Config)
     if type(config.task) not in TASKS.values():
-        raise ConfigError(
-            "task: not a task of ours; its file starts with the defaults "
-            f"[/schema/task/NAME@_here_, _self_]\n  NAME is one of {', '.join(TASKS)}"
-        )
+        raise no_task(request or running_request())
     for key, value in (("model", config.model), ("deployment", config.deployment)):
         if value is None:
-            raise ConfigError(f"{key}: missing; choose one with {key}=CHOICE")
+            raise missing(f"{key}.name", request or running_request())
     return config
 
 
-def _check_keys(node: DictConfig, path: str) -> None:
-    # "+key=value" adds keys that the schema does not have.
+def _unknown_keys(node: DictConfig, path: str) -> Iterator[tuple[str, Any]]:
+    """Keys that the schema does not have, with what has those beside them: ``+`` adds them."""
     schema = OmegaConf.get_type(node)
     for key in map(str, node):
         child = node._get_node(key)
         if is_dataclass(schema) and key not in {f.name for f in fields(schema)}:
-            raise _unknown_key(f"{path}{key}", schema)
-        if isinstance(child, DictConfig) and not (child._is_none() or child._is_missing()):
-            _check_keys(child, f"{path}{key}.")
-
-
-def explain(error: BaseException) -> ConfigError:
-    """Words an error of composition as a ``ConfigError``.
-
-    Names the key, and the nearest valid one where the key is unknown.
-
-    Args:
-        error: What Hydra, OmegaConf or the YAML reader raised.
-    """
-    for cause in _causes(error):
-        if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
-            return _unknown_key(str(cause.full_key), cause.object_type)
-        if isinstance(cause, MissingMandatoryValue):
-            return ConfigError(f"{cause.full_key}: missing; set it with {cause.full_key}=VALUE")
-        if isinstance(cause, InterpolationResolutionError):
-            return ConfigError(
-                f"{cause.full_key}: {_first_line(cause)}\n"
-                "  a text with ${...} in it goes into a file, for task.prompts_file"
-            )
-        if isinstance(cause, OmegaConfBaseException) and cause.full_key:
-            return ConfigError(f"{cause.full_key}: {_first_line(cause)}")
-    lines = [line.rstrip() for line in str(error).splitlines() if line.strip()]
-    return ConfigError("\n  ".join(lines) or type(error).__name__)
-
-
-def _causes(error: BaseException | None) -> list[BaseException]:
-    found: list[BaseException] = []
-    while error is not None and error not in found:
-        found.append(error)
-        error = error.__cause__ or error.__context__
-    return found
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0]
-
-
-def _unknown_key(full_key: str, schema: Any) -> ConfigError:
-    *parents, unknown = full_key.split(".")
-    valid = sorted(f.name for f in fields(schema)) if is_dataclass(schema) else []
-    prefix = ".".join([*parents, ""])
-    close = difflib.get_close_matches(unknown, valid, n=1)
-    hint = (
-        f"did you mean {prefix}{close[0]}?"
-        if close
-        else f"valid here: {', '.join(f'{prefix}{name}' for name in valid) or 'none'}"
-    )
-    return ConfigError(f"{full_key}: unknown key\n  {hint}")
+            yield f"{path}{key}", schema
+        elif isinstance(child, DictConfig) and not (child._is_none() or child._is_missing()):
+            yield from _unknown_keys(child, f"{path}{key}.")

@@ -17,6 +17,7 @@ from builder.compose import to_config
 from builder.interrupt import InterruptedJob, Interrupts
 from builder.job import JobFolder
 from builder.processes import process_facts
+from builder.provenance import with_provenance
 from builder.report import console
 from builder.schema import TASKS
 from builder.shared import Shared
@@ -114,8 +115,9 @@ def run_job(composed: DictConfig, began: float, shared: Shared) -> Ended:
                 return Ended(status="interrupted")
             if not isinstance(error, SomeRefused):
                 folder.discard()
-            folder.write_status("error", str(error))
-            return _ended("error", error)
+            told = with_provenance(error)
+            folder.write_status("error", str(told))
+            return _ended("error", told)
         except Exception as error:  # noqa: BLE001 - a defect, told with its traceback
             text = f"{type(error).__name__}: {error}"
             folder.write_status("error", text, is_defect=True, **_facts(job))

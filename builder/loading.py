@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -21,6 +22,7 @@ from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import setup_globals
+from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -63,11 +65,19 @@ class Composer:
         folders = [word for word in hydra_overrides if word.startswith("hydra.searchpath=")]
         _, found = self._loader._parse_overrides_and_create_caching_repo(config_name, folders)
         self._files = _OwnFiles(found.delegate)
+        self._yaml: dict[str, YamlFile | None] = {}
 
     def parse(self, overrides: Sequence[str]) -> list[Override]:
         """The words of a command line that are not Hydra's, parsed."""
         parsed = self._parser.parse_overrides(list(overrides))
         return [override for override in parsed if not override.is_hydra_override()]
+
+    def parse_word(self, word: str) -> Override | None:
+        """One word of a command line, or ``None`` where it can't be read."""
+        try:
+            return self._parser.parse_overrides([word])[0]
+        except HydraException:
+            return None
 
     def defaults(self, overrides: Sequence[str]) -> DefaultsList:
         """Which files make up a configuration, in order, and the overrides of keys."""
@@ -104,15 +114,37 @@ class Composer:
         Args:
             config_path: The name, from the folders' root.
         """
-        for source in self.sources:
-            if source.is_config(config_path):
-                folder = _folder(source)
-                path = folder / f"{config_path}.yaml"
-                if not path.is_file():
-                    return None
-                name = typed_name(path, folder, config_folder())
-                return YamlFile(path, name, config_path)
-        return None
+        if config_path not in self._yaml:
+            self._yaml[config_path] = self._find(config_path)
+        return self._yaml[config_path]
+
+    def stored(self, config_path: str) -> Any:
+        """What is stored under a name in a defaults list without a file: a schema's defaults.
+
+        Args:
+            config_path: The name.
+        """
+        found = self._files.load_config(config_path)
+        return None if found is None else OmegaConf.to_container(found.config)
+
+    def _find(self, config_path: str) -> YamlFile | None:
+        source = next((one for one in self.sources if one.is_config(config_path)), None)
+        folder = None if source is None else _folder(source)
+        if folder is None:
+            return None
+        path = folder / f"{config_path}.yaml"
+        return YamlFile(path, typed_name(path, folder, config_folder()), config_path)
+
+    def typed(self, path: str) -> str:
+        """What a person would type for a file of the folders.
+
+        Args:
+            path: The file.
+        """
+        for folder in map(_folder, self.sources):
+            if folder is not None and Path(path).is_relative_to(folder):
+                return typed_name(Path(path), folder, config_folder())
+        return path
 
     @property
     def primary(self) -> str:
@@ -150,6 +182,34 @@ class Request:
 
     overrides: tuple[str, ...]
     """The words."""
+
+    def parsed(self) -> list[Override]:
+        """The words that can be read, Hydra's too."""
+        parsed = map(self.composer.parse_word, self.overrides)
+        return [override for override in parsed if override is not None]
+
+    def files(self) -> Iterator[YamlFile]:
+        """The files that the words and the defaults lists name, also where that is a mistake."""
+        waiting = [self.composer.primary]
+        for override in self.parsed():
+            group = override.key_or_group
+            waiting += [f"{group}/{name}" for name in values(override)]
+        seen = set()
+        while waiting:
+            config_path = waiting.pop()
+            file = None if config_path in seen else self.composer.file(config_path)
+            seen.add(config_path)
+            if file is not None:
+                yield file
+                waiting += [entry.config_path for entry in file.defaults()]
+
+
+def values(override: Override) -> list[str]:
+    """What an override gives, each value of a sweep or a list, as text."""
+    if override.is_choice_sweep():
+        return list(override.sweep_string_iterator())
+    given = override.value()
+    return [str(one) for one in (given if isinstance(given, list) else [given])]
 
 
 def folders(own: str | None = None, ours: str | None = None) -> ConfigSearchPath:
@@ -189,11 +249,11 @@ def running_request() -> Request:
     return Request(Composer(path, job.job.config_name, hydras), own)
 
 
-def _folder(source: ConfigSource) -> Path:
-    if source.scheme() == "file":
-        return Path(source.path)
-    # A package's folder; nowhere for what is in no folder.
-    return Path(str(resources.files(source.path))) if source.scheme() == "pkg" else Path()
+def _folder(source: ConfigSource) -> Path | None:
+    """Where a source's files lie; ``None`` for what is stored without files."""
+    if source.scheme() == "pkg":
+        return Path(str(resources.files(source.path)))
+    return Path(source.path) if source.scheme() == "file" else None
 
 
 class _OwnFiles(CachingConfigRepository):
@@ -208,9 +268,7 @@ class _OwnFiles(CachingConfigRepository):
 
 
 def _of_hydra(default: InputDefault) -> bool:
-    return isinstance(default, GroupDefault) and f"{default.group}/".lstrip("/").startswith(
-        "hydra/"
-    )
+    return isinstance(default, GroupDefault) and str(default.group).lstrip("/").startswith("hydra/")
 
 
 class _Copies(CachingConfigRepository):

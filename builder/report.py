@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -14,9 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from builder.capacity import Capacity
+from builder.provenance import Setting
 from builder.resolve import Plan, Stage
 from models.contract import FieldDecision, Leaf, named_leaves
 from models.vision import image_inputs
+
+_SHOWN = 60
+"""How much is shown of a value."""
 
 
 def console() -> Console:
@@ -284,6 +289,21 @@ def print_placement(plan: Plan, out: Console) -> None:
         out.print(_capacity_line(plan, plan.capacity))
     for obstacle in plan.obstacles:
         out.print(f"cannot be run on this machine: {obstacle}", style="yellow")
+
+
+def print_settings(settings: Mapping[str, Setting], out: Console) -> None:
+    """Prints the keys that are not by default, with what set them."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("key", "value", "set by"):
+        table.add_column(heading, no_wrap=heading == "key", overflow="fold")
+    for key, setting in settings.items():
+        if setting.origin.by != "default":
+            value = setting.value
+            if not isinstance(value, str):
+                value = json.dumps(value, ensure_ascii=False)
+            shown = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
+            table.add_row(key, shown, str(setting.origin))
+    out.print(table)
 
 
 def _capacity_line(plan: Plan, capacity: Capacity) -> str:

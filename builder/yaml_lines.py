@@ -13,6 +13,9 @@ import yaml
 
 _ENTRY = re.compile(r"(?:optional +|override +)*(?P<group>[^@]*)(?:@.*)?")
 
+_SHOWN = 60
+"""How much is shown of a value."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DefaultsEntry:
@@ -105,6 +108,19 @@ class YamlFile:
     def _absolute(self, path: str) -> str:
         parent = self.config_path.rpartition("/")[0]
         return path[1:] if path.startswith("/") else f"{parent}/{path}".lstrip("/")
+
+
+def text_of(node: yaml.Node) -> str:
+    """A value as it is written, cut where it is long.
+
+    Args:
+        node: The value.
+    """
+    if isinstance(node, yaml.ScalarNode):
+        text = str(node.value)
+    else:
+        text = node.start_mark.buffer[node.start_mark.pointer : node.end_mark.pointer]
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def typed_name(path: Path, folder: Path, ours: Path) -> str:

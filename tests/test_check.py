@@ -154,7 +154,7 @@ def test_diff_of_the_same_is_nothing(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["task=diff"], "task.against: missing"),
-        (["task=diff", "task.against=tp3"], "Could not find 'deployment/tp3'"),
+        (["task=diff", "task.against=tp3"], "task.against: no such deployment: tp3"),
     ],
 )
 def test_diff_against_nothing_is_a_mistake(

@@ -62,11 +62,15 @@ MISTAKES = {
         "task.max_tokens: unknown key",
         "max_new_tokens",
     ),
-    "unknown choice": (["deployment=cpuu"], "deployment/cpuu", "cpu"),
+    "unknown choice": (
+        ["deployment=cpuu"],
+        "deployment=cpuu: no such choice",
+        "did you mean deployment=cpu?",
+    ),
     "wrong type": (
         ["deployment.batch.max_batch_size=many"],
         "deployment.batch.max_batch_size",
-        "could not be converted to Integer",
+        "many is not a whole number",
     ),
     "missing value": (["model=local"], "model.source: missing", "model.source=VALUE"),
     "unknown device kind": (
@@ -124,7 +128,7 @@ MISTAKES = {
     "key added to the schema": (
         ["+deployment.page_size=64"],
         "deployment.page_size: unknown key",
-        "valid here: deployment.artifact, deployment.batch",
+        "did you mean deployment.kv.page_size?",
     ),
     "interpolation in a prompt": (
         ["task.prompts=['${HOME}']"],
@@ -214,7 +218,7 @@ BROKEN_YAML = {
         "did you mean deployment.batch.max_batch_size?",
     ),
     "wrong type": ("defaults: [base, _self_]\nmax_length: long", "", "deployment.max_length"),
-    "none": ("defaults: [base, _self_]", "elsewhere", "deployment/elsewhere"),
+    "none": ("defaults: [base, _self_]", "elsewhere", "deployment=elsewhere: no such choice"),
 }
 
 

@@ -12,12 +12,14 @@ from rich import box
 from rich.table import Table
 
 from builder.compose import choices, compose_again
-from builder.loading import Composer, running_request
+from builder.loading import Composer, Request, running_request
+from builder.provenance import with_provenance
 from builder.report import human_bytes
 from builder.resolve import Plan, resolve
 from builder.schema import CheckTask, ModelConfig
 from builder.sources import fetch
 from builder.steps import FailedJob, Job
+from builder.words import check_choices
 from models.checkpoints import Checkpoint, open_checkpoint
 from models.errors import ConfigError
 
@@ -65,13 +67,17 @@ def run(job: Job) -> None:
     What this machine can't run is fine: a deployment is checked for the machine that it names.
 
     Raises:
+        ConfigError: If the task names what does not exist.
         FailedJob: If a deployment is refused.
     """
     task = job.config.task
     assert isinstance(task, CheckTask)
     given = list(HydraConfig.get().overrides.task)
     chosen = HydraConfig.get().runtime.choices
-    composer = running_request().composer
+    request = running_request()
+    check_choices("task.deployments", task.deployments, "deployment", request)
+    check_choices("task.models", task.models, "model", request)
+    composer = request.composer
     deployments = tuple(task.deployments) or (
         (str(chosen["deployment"]),)
         if any(word.startswith("deployment=") for word in given)
@@ -108,7 +114,8 @@ def _check(
         config = compose_again(composer, words)
         plan = resolve(config.model, config.deployment, opened(config.model))
     except ConfigError as error:
-        return _Checked(deployment=deployment, model=model, error=str(error))
+        told = with_provenance(error, Request(composer, tuple(words)))
+        return _Checked(deployment=deployment, model=model, error=str(told))
     return _Checked(deployment=deployment, model=model, plan=plan)
 
 

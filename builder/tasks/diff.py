@@ -10,11 +10,14 @@ from rich import box
 from rich.table import Table
 
 from builder.compose import compose_again
-from builder.loading import running_request
+from builder.loading import Request, running_request
+from builder.provenance import with_provenance
 from builder.report import as_json, contract_json, human_bytes
 from builder.resolve import Plan, resolve
 from builder.schema import DiffTask
 from builder.steps import Job
+from builder.words import check_choices
+from models.errors import ConfigError
 
 Difference = dict[str, Any]
 """One thing that differs: what it is, and its value ``here`` and ``there``; ``None`` is none."""
@@ -40,14 +43,20 @@ def run(job: Job) -> None:
     """
     task = job.config.task
     assert isinstance(task, DiffTask)
+    request = running_request()
+    check_choices("task.against", [task.against], "deployment", request)
     here = job.plan(only_plan=True)
     words = list(HydraConfig.get().overrides.task)
     # Everything else of the command line is this deployment's, fragments too.
     others = [word for word in words if word.lstrip("+~").startswith("model")]
     with job.step("resolve"):
-        composer = running_request().composer
-        config = compose_again(composer, [*others, f"deployment={task.against}", "task=plan"])
-        there = resolve(config.model, config.deployment, here.checkpoint)
+        words = [*others, f"deployment={task.against}", "task=plan"]
+        config = compose_again(request.composer, words)
+        try:
+            there = resolve(config.model, config.deployment, here.checkpoint)
+        except ConfigError as error:
+            told = with_provenance(error, Request(request.composer, tuple(words)))
+            raise ConfigError(f"task.against: {task.against}: {told}") from error
     found = {
         "keys": _keys(here, there),
         "inputs": _inputs(here, there),
