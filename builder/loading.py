@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -153,7 +153,7 @@ class Composer:
 
     @property
     def sources(self) -> list[ConfigSource]:
-        """The folders, those of the command line first."""
+        """The folders, as Hydra looks into them in turn."""
         return self._files.get_sources()
 
     def is_group(self, group: str) -> bool:
@@ -243,10 +243,13 @@ def command_request(arguments: Sequence[str]) -> Request:
 def running_request() -> Request:
     """What the running job was asked, also in another process."""
     job = HydraConfig.get()
-    own, hydras = tuple(job.overrides.task), tuple(job.overrides.hydra)
+    # As they were given: an interpolation in one is the configuration's.
+    words = OmegaConf.to_container(cast("DictConfig", job.overrides), resolve=False)
+    assert isinstance(words, dict)
     path = GlobalHydra.instance().config_loader().get_search_path()
     assert job.job.config_name is not None
-    return Request(Composer(path, job.job.config_name, hydras), own)
+    composer = Composer(path, job.job.config_name, words["hydra"])
+    return Request(composer, tuple(words["task"]))
 
 
 def _folder(source: ConfigSource) -> Path | None:

@@ -146,6 +146,8 @@ def _no_choice(config_path: str, request: Request) -> CompositionError:
                 origin = Origin(override=override.input_line)
                 return mistake(origin, f"{key}={name}: {problem}", remedy)
     group, _, name = config_path.rpartition("/")
+    if name == request.composer.primary:
+        return mistake(Origin(override="--config-name"), f"--config-name {name}: no such file")
     for file in request.files():
         for entry in file.defaults():
             if entry.config_path == config_path:

@@ -49,6 +49,10 @@ parallel:
 """,
     "experiment/wide.yaml": """\
 # @package _global_
+defaults:
+  # What is said to Hydra is no value of ours.
+  - override /hydra/launcher: basic
+hydra: {verbose: false}
 deployment:
   batch: {max_batch_size: 16}
 model: {name: renamed}
@@ -126,8 +130,8 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, tuple[Any, str]]]] = {
         ("+lora=rank16", "experiment=wide", "deployment=mine"),
         {
             "deployment.lora.max_rank": (16, "conf/lora/rank16.yaml:4"),
-            "deployment.batch.max_batch_size": (16, "my_conf/experiment/wide.yaml:3"),
-            "model.name": ("renamed", "my_conf/experiment/wide.yaml:4"),
+            "deployment.batch.max_batch_size": (16, "my_conf/experiment/wide.yaml:7"),
+            "model.name": ("renamed", "my_conf/experiment/wide.yaml:8"),
         },
     ),
     "overrides": (

@@ -275,6 +275,11 @@ def test_missing_value_names_the_file_that_leaves_it_out(
 
 
 BY_COMMAND = {
+    "an interpolation": (
+        ["task.prompts=['${HOME}']"],
+        "task.prompts: Interpolation key 'HOME' not found (on the command line); "
+        "a text with ${...} in it goes into a file, for task.prompts_file",
+    ),
     "a launcher": (
         ["hydra/launcher=jobli"],
         "hydra/launcher=jobli: no such choice (on the command line); "

@@ -72,9 +72,9 @@ def run(job: Job) -> None:
     """
     task = job.config.task
     assert isinstance(task, CheckTask)
-    given = list(HydraConfig.get().overrides.task)
     chosen = HydraConfig.get().runtime.choices
     request = running_request()
+    given = request.overrides
     check_choices("task.deployments", task.deployments, "deployment", request)
     check_choices("task.models", task.models, "model", request)
     composer = request.composer

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from rich import box
 from rich.table import Table
 
@@ -46,9 +45,8 @@ def run(job: Job) -> None:
     request = running_request()
     check_choices("task.against", [task.against], "deployment", request)
     here = job.plan(only_plan=True)
-    words = list(HydraConfig.get().overrides.task)
     # Everything else of the command line is this deployment's, fragments too.
-    others = [word for word in words if word.lstrip("+~").startswith("model")]
+    others = [word for word in request.overrides if word.lstrip("+~").startswith("model")]
     with job.step("resolve"):
         words = [*others, f"deployment={task.against}", "task=plan"]
         config = compose_again(request.composer, words)
