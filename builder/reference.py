@@ -23,8 +23,10 @@ from builder.compose import config_folder
 COMMAND = "python -m builder.reference > docs/reference.md"
 """What refreshes the page."""
 
-ENUMS = (schema.DeviceKind, schema.Encoding, schema.Logits)
-"""The schema's words, each a section of its own."""
+ENUMS = tuple(
+    cls for cls in vars(schema).values() if isinstance(cls, type) and issubclass(cls, Enum)
+)[1:]
+"""The schema's words, each a section of its own; the first is ``Enum`` itself."""
 
 Docstrings = dict[str, str]
 """What stands under each class and field: by ``Class`` and ``Class.field``."""
@@ -40,8 +42,8 @@ def render() -> str:
         f"and the files of `conf/`; `{COMMAND}`, in a checkout, refreshes it.",
         "",
         "A key is set in a file, or on the command line: `deployment.batch.max_batch_size=4`.",
-        "`null` is no value. [configuration.md](configuration.md) says how files and overrides come",
-        "together.",
+        "`null` is no value. [configuration.md](configuration.md) says how files and overrides",
+        "come together.",
         "",
         "## Keys",
         "",
