@@ -73,21 +73,38 @@ COMPILING = (
 
 REACHED_COMPILING = 86
 
-STOPPING = f"""
-import builder.steps, builder.tasks.compile
-from builder.cli import main
+LIMIT = 300
+"""Seconds that one command may take, compiling for the first time."""
+
+PLANNER = f"""
+import json, os, signal, sys
+
+import builder.cli, builder.resolve, builder.steps, builder.tasks.compile, builder.tasks.generate
+import builder.tasks.check, builder.tasks.diff, builder.tasks.plan, builder.tasks.verify
 
 def stop(*_, **__):
     raise SystemExit({REACHED_COMPILING})
 
-assert builder.steps.Job.compile and builder.tasks.compile.compile_virtual
-builder.steps.Job.compile = builder.tasks.compile.compile_virtual = stop
-main()
+for line in sys.stdin:
+    job = json.loads(line)
+    child = os.fork()
+    if not child:
+        signal.alarm({LIMIT})
+        os.chdir(job["folder"])
+        out = os.open(job["out"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        sys.argv = ["rolecall", *job["words"]]
+        assert builder.steps.Job.compile and builder.tasks.compile.compile_virtual
+        builder.steps.Job.compile = builder.tasks.compile.compile_virtual = stop
+        builder.cli.main()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print(json.dumps(status), flush=True)
 """
-"""The command, which ends where it would compile."""
+"""Runs the command for what only plans, or up to where it compiles: importing takes most of that
+time, so it is done once. What computes has a process of its own."""
 
-LIMIT = 300
-"""Seconds that one command may take, compiling for the first time."""
+_PLANS = re.compile(r"^rolecall .*(\btask=(plan|check|diff)\b|--help|--cfg)")
 
 
 @dataclass(frozen=True)
@@ -141,13 +158,43 @@ _run_before: set[str] = set()
 """Commands of other pages: what they wrote isn't looked at, so they aren't run twice."""
 
 
-class PageRun:
-    """A folder in which a page's commands are run."""
+class Planner:
+    """A process that runs commands which only plan.
+
+    Args:
+        folder: Where it keeps what they say.
+    """
 
     def __init__(self, folder: Path) -> None:
+        self._said = folder / "said.txt"
+        pipe = subprocess.PIPE
+        words = [sys.executable, "-c", PLANNER]
+        self.process = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True)
+
+    def run(self, text: str, folder: Path) -> tuple[int, str]:
+        """The exit status of a command, and what it said."""
+        said = str(self._said)
+        job = {"words": shlex.split(text)[1:], "folder": str(folder), "out": said}
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline()), self._said.read_text()
+
+
+class PageRun:
+    """A folder in which a page's commands are run.
+
+    Args:
+        folder: A new folder.
+        planner: What runs commands that only plan.
+    """
+
+    def __init__(self, folder: Path, planner: Planner) -> None:
         self.folder = folder / "work"
         self.folder.mkdir()
-        self._bins = _programs(folder / "bin")
+        self._planner = planner
+        self._bin = _programs(folder / "bin")
         _prepare(self.folder)
 
     def write(self, file: str, text: str) -> None:
@@ -171,29 +218,35 @@ class PageRun:
         is_shared = not re.search(r"--config-dir|hydra\.|outputs/|\.txt", command.text)
         if is_shared and command.text in _run_before:
             return
-        wanted, bin_name = command.status, "whole"
-        if command.text in COMPILING:
-            wanted, bin_name = REACHED_COMPILING, "stopping"
+        wanted = REACHED_COMPILING if command.text in COMPILING else command.status
         needs_accelerators = "devices.kind=gpu" in command.text
         if needs_accelerators:
             if accelerator_count():
                 return  # "make gpu-check" runs them.
             wanted = 2
+        if command.text in COMPILING or _PLANS.match(command.text):
+            status, said = self._planner.run(command.text, self.folder)
+        else:
+            status, said = self._process(command.text)
+        told = f"{command.text}\n{said}"
+        assert status == wanted, told
+        assert "Traceback" not in said, told
+        assert not needs_accelerators or "this machine has 0" in said, told
+        if is_shared:
+            _run_before.add(command.text)
+
+    def _process(self, text: str) -> tuple[int, str]:
         done = subprocess.run(
-            ["sh", "-c", command.text],
+            ["sh", "-c", text],
             cwd=self.folder,
-            env=self._environment(bin_name),
-            capture_output=True,
+            env=self._environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
             timeout=LIMIT,
             check=False,
         )
-        told = f"{command.text}\n{done.stdout}\n{done.stderr}"
-        assert done.returncode == wanted, told
-        assert "Traceback" not in done.stderr, told
-        assert not needs_accelerators or "this machine has 0" in done.stderr, told
-        if is_shared:
-            _run_before.add(command.text)
+        return done.returncode, done.stdout
 
     @contextmanager
     def _server(self, text: str) -> Iterator[None]:
@@ -202,7 +255,7 @@ class PageRun:
         with (
             # The pages' servers have one port, and several test runs one machine.
             one_process("the port of the pages' servers"),
-            subprocess.Popen(words, cwd=self.folder, env=self._environment("whole")) as process,
+            subprocess.Popen(words, cwd=self.folder, env=self._environment()) as process,
         ):
             try:
                 self._ask(process, text)
@@ -222,8 +275,8 @@ class PageRun:
         with urlopen(f"{said['address']}/models", timeout=10) as answer:
             assert said["model"] in answer.read().decode()
 
-    def _environment(self, bin_name: str) -> dict[str, str]:
-        return {**os.environ, "PATH": f"{self._bins / bin_name}:{os.environ['PATH']}"}
+    def _environment(self) -> dict[str, str]:
+        return {**os.environ, "PATH": f"{self._bin}:{os.environ['PATH']}"}
 
 
 def _dry_run(text: str) -> None:
@@ -235,19 +288,13 @@ def _dry_run(text: str) -> None:
 
 def _programs(folder: Path) -> Path:
     """The programs that pages name, whichever environment the test runs in."""
-    whole, stopping = folder / "whole", folder / "stopping"
-    (folder / "stopping.py").parent.mkdir()
-    (folder / "stopping.py").write_text(STOPPING)
-    for bins, rolecall in (
-        (whole, [sys.executable, "-m", "builder"]),
-        (stopping, [sys.executable, str(folder / "stopping.py")]),
-    ):
-        bins.mkdir()
-        programs = {"rolecall": rolecall, "python": [sys.executable], "max": max_command()}
-        for name, words in programs.items():
-            script = bins / name
-            script.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
-            script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    folder.mkdir()
+    command = [sys.executable, "-m", "builder"]
+    programs = {"rolecall": command, "python": [sys.executable], "max": max_command()}
+    for name, words in programs.items():
+        script = folder / name
+        script.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+        script.chmod(script.stat().st_mode | stat.S_IXUSR)
     return folder
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import compiled_alone, compiled_for
-from docs_runner import COMPILING, NOT_RUN, PAGES, REPOSITORY, Page, PageRun
+from docs_runner import COMPILING, NOT_RUN, PAGES, REPOSITORY, Page, PageRun, Planner
 
 from builder.compose import config_folder
 from builder.reference import COMMAND, render
@@ -27,10 +27,18 @@ def _compiled() -> None:
         compiled_alone("model=tiny_llama", *words)
 
 
+@pytest.fixture(scope="module")
+def planner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planner]:
+    made = Planner(tmp_path_factory.mktemp("planner"))
+    yield made
+    made.process.communicate(timeout=60)
+    assert made.process.returncode == 0
+
+
 @pytest.mark.usefixtures("_compiled")
 @pytest.mark.parametrize("page", PAGES)
-def test_every_command_of_a_page_runs(page: str, tmp_path: Path) -> None:
-    run = PageRun(tmp_path)
+def test_every_command_of_a_page_runs(page: str, tmp_path: Path, planner: Planner) -> None:
+    run = PageRun(tmp_path, planner)
     for block in Page(page).blocks:
         if block.file is not None:
             run.write(block.file, block.text)
