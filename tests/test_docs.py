@@ -10,21 +10,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import compiled_alone, compiled_for
 from docs_runner import COMPILING, NOT_RUN, PAGES, REPOSITORY, Page, PageRun, Planner
 
 from builder.compose import config_folder
 from builder.reference import COMMAND, render
 
 INDENTED_COMMAND = re.compile(r" {4,}(rolecall|max|make|python|pip|curl) ")
-
-
-@pytest.fixture(scope="module")
-def _compiled() -> None:
-    """What the pages compile, which other tests compile too."""
-    compiled_for()
-    for words in ((), ("deployment=tp2",), ("deployment=cpu_all_logits",)):
-        compiled_alone("model=tiny_llama", *words)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +26,6 @@ def planner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planner]:
     assert made.process.returncode == 0
 
 
-@pytest.mark.usefixtures("_compiled")
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_of_a_page_runs(page: str, tmp_path: Path, planner: Planner) -> None:
     run = PageRun(tmp_path, planner)
