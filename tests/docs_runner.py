@@ -175,7 +175,7 @@ class Planner:
     def run(self, text: str, folder: Path) -> tuple[int, str]:
         """The exit status of a command, and what it said."""
         said = str(self._said)
-        job = {"words": shlex.split(text)[1:], "folder": str(folder), "out": said}
+        job = {"words": shlex.split(text, comments=True)[1:], "folder": str(folder), "out": said}
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(job) + "\n")
