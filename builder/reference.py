@@ -18,7 +18,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from omegaconf import MISSING
 
 from builder import schema
-from builder.compose import config_folder
+from builder.loading import config_folder
 
 COMMAND = "python -m builder.reference > docs/reference.md"
 """What refreshes the page."""

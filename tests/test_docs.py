@@ -12,7 +12,7 @@ import pytest
 import yaml
 from docs_runner import COMPILING, NOT_RUN, PAGES, REPOSITORY, Page, PageRun, Planner
 
-from builder.compose import config_folder
+from builder.loading import config_folder
 from builder.reference import COMMAND, render
 
 INDENTED_COMMAND = re.compile(r" {4,}(rolecall|max|make|python|pip|curl) ")

@@ -66,8 +66,8 @@ ON_THE_LINE = {
         "did you mean model=local model.source=/some/folder?",
     ),
     "experiment=mine": (
-        "experiment=mine: no such experiment",
-        "put it into experiment/mine.yaml of a folder given with --config-dir",
+        "experiment=mine: no such choice",
+        "valid here: fastest",
     ),
     "deployment=tp2,cpu": ("deployment=tp2,cpu: several values", "add -m to sweep over them"),
     "+deployment=tp2": ("+deployment=tp2: chosen already", "did you mean deployment=tp2?"),
