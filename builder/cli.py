@@ -30,8 +30,8 @@ from builder.jobs import Ended, job_facts, run_job  # noqa: E402
 from builder.loading import command_request, config_folder  # noqa: E402
 from builder.report import console  # noqa: E402
 from builder.shared import Shared  # noqa: E402
-from builder.summary import NOT_RUN, print_rows  # noqa: E402
-from builder.sweep import begun_sweep, run_in_sweep  # noqa: E402
+from builder.summary import print_rows  # noqa: E402
+from builder.sweep import RELAUNCHED, Sweep, begun_sweep, run_in_sweep  # noqa: E402
 from builder.words import check_hydra_words, explain  # noqa: E402
 from models.errors import ConfigError  # noqa: E402
 
@@ -118,7 +118,30 @@ def main() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     register_schema()
     command = _Command(verbose)
-    status = 0
+    status = _launched(command, verbose)
+    sweep = begun_sweep()
+    lost = 0
+    # A process of a pool's own was killed, and the jobs that had not begun went with it.
+    while status == 1 and sweep is not None and sweep.is_pool and lost != sweep.num_not_run:
+        lost = sweep.num_not_run
+        sweep.finish(stop=False)
+        print(f"the launcher is started again, for {lost} jobs", file=sys.stderr, flush=True)
+        os.environ[RELAUNCHED] = str(sweep.folder)
+        sys.argv.append(f"hydra.sweep.dir={sweep.folder}")
+        status = _launched(command, verbose)
+    if sweep is not None and sweep.has_begun:
+        status = _finished(sweep, status)
+    elif command.ended is not None:
+        status = command.ended.exit_status
+    sys.exit(status)
+
+
+def _launched(command: _Command, verbose: bool) -> int:
+    """Lets Hydra compose and launch.
+
+    Returns:
+        0; 1 where a launcher or a sweeper failed, 2 where nothing began, 130 when interrupted.
+    """
     try:
         check_hydra_words(sys.argv[1:])
         hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="config")(
@@ -126,27 +149,20 @@ def main() -> None:
         )()
     except (InterruptedJob, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
-        status = EXIT_STATUS
+        return EXIT_STATUS
     except Exception as error:  # noqa: BLE001 - every one is told
-        status = 2
         # Before a job begins, whatever is wrong is in the overrides or the user's YAML; after
         # it, in a launcher or a sweeper.
-        began = command.ended is not None or _sweep_has_jobs()
-        if verbose or began:
+        sweep = begun_sweep()
+        began = command.ended is not None or (sweep is not None and sweep.has_begun)
+        if verbose:
             traceback.print_exc()
         if not (began or isinstance(error, ConfigError)):
             error = explain(error, command_request(sys.argv[1:]))
-        print(f"error: {error}", file=sys.stderr)
-    if _sweep_has_jobs():
-        status = _finished(status)
-    elif command.ended is not None:
-        status = command.ended.exit_status
-    sys.exit(status)
-
-
-def _sweep_has_jobs() -> bool:
-    sweep = begun_sweep()
-    return sweep is not None and any(row.status != NOT_RUN for row in sweep.rows())
+        name = f"{type(error).__name__}: " if began else ""
+        print(f"error: {name}{error}", file=sys.stderr)
+        return 1 if began else 2
+    return 0
 
 
 def _named(job: Mapping[str, Any]) -> str:
@@ -155,14 +171,13 @@ def _named(job: Mapping[str, Any]) -> str:
     return " ".join([f"job {job['num']}:", chosen, *job["overrides"]])
 
 
-def _finished(status: int) -> int:
+def _finished(sweep: Sweep, status: int) -> int:
     """Ends the sweep and gives the command's exit status.
 
     Args:
+        sweep: The sweep.
         status: What it would be by itself.
     """
-    sweep = begun_sweep()
-    assert sweep is not None
     rows = sweep.finish(stop=status == EXIT_STATUS)
     print_rows(rows, console())
     print(f"report: {sweep.folder / 'report.html'}", flush=True)

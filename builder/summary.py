@@ -32,6 +32,10 @@ REPORTS = ("report",)
 """Tasks about other jobs, which have no row."""
 
 
+ENDED_SILENTLY = "its process ended without a word"
+"""All that is known of every job that was killed."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobRow:
     """One job."""
@@ -151,7 +155,7 @@ def _read(folder: Path, path: Path, status: Mapping[str, Any]) -> tuple[int, Job
     error = status.get("error")
     if ended is None:
         ended = RUNNING if is_alive(status["process"]) else KILLED
-        error = None if ended == RUNNING else "its process is gone and has not said why"
+        error = None if ended == RUNNING else ENDED_SILENTLY
     row = JobRow(
         job=str(path.relative_to(folder)),
         status=ended,

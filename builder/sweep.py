@@ -30,6 +30,9 @@ LIST = "sweep.json"
 POLL_S = 0.2
 """How often is asked what jobs in other processes do, in seconds."""
 
+RELAUNCHED = "ROLECALL_RELAUNCHED"
+"""The environment variable that holds the folder of a sweep whose launcher was started again."""
+
 BEGIN_S = 60.0
 """How long a job in another process may take to begin, in seconds."""
 
@@ -42,10 +45,23 @@ class Sweep:
 
     Args:
         folder: The folder.
+        launcher: The class that launches its jobs.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, launcher: str = "") -> None:
         self.folder = folder
+        self.is_pool = launcher.endswith(".JoblibLauncher")
+        """Whether its jobs' processes end where one of them does."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any job has begun."""
+        return any(row.status != NOT_RUN for row in self.rows())
+
+    @property
+    def num_not_run(self) -> int:
+        """How many jobs have not begun."""
+        return sum(row.status == NOT_RUN for row in self.rows())
 
     def begin(self, jobs: list[dict[str, Any]]) -> None:
         """Lists the jobs.
@@ -97,7 +113,8 @@ class Sweep:
             begun = map(read_json, self.folder.rglob(JobFolder.BEGUN))
             running = [facts["process"] for facts in begun if facts and is_alive(facts["process"])]
             late = [row for row in self.rows() if row.status == NOT_RUN]
-            if not running and (stop or not late or time.monotonic() - began > BEGIN_S):
+            given_up = stop or self.is_pool or time.monotonic() - began > BEGIN_S
+            if not running and (given_up or not late):
                 return
             for process in running:
                 if stop and process["pid"] not in asked:
@@ -115,7 +132,11 @@ def run_in_sweep(composed: DictConfig, began: float) -> Ended:
     """
     hydra = HydraConfig.get()
     sweep = Sweep(Path(hydra.sweep.dir))
-    JobFolder(Path(hydra.runtime.output_dir)).begin(job_facts(hydra), process_facts())
+    folder = JobFolder(Path(hydra.runtime.output_dir))
+    if os.environ.get(RELAUNCHED) == str(sweep.folder) and folder.has_status:
+        # What became of it was told.
+        return Ended(status="ok")
+    folder.begin(job_facts(hydra), process_facts())
     # It starts every job at once.
     starts_all = hydra.launcher._target_.endswith(".LocalLauncher")
     with _turn(sweep.folder) if starts_all else nullcontext():
@@ -179,7 +200,7 @@ class SweepCallback(Callback):
         Args:
             config: The sweep's configuration.
         """
-        sweep = Sweep(Path(config.hydra.sweep.dir))
+        sweep = Sweep(Path(config.hydra.sweep.dir), config.hydra.launcher._target_)
         sweep.begin(_product(config.hydra))
         _begun.append(sweep)
 

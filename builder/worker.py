@@ -35,6 +35,7 @@ from builder.compose import register_schema
 from builder.job import JobFolder
 from builder.jobs import Ended, job_facts, run_job
 from builder.shared import Shared
+from builder.summary import ENDED_SILENTLY, KILLED
 
 STARTED_BY = "ROLECALL_WORKER"
 """The environment variable that holds the number of the worker's connection."""
@@ -119,9 +120,8 @@ class Worker:
             # It was asked to stop inside a call that can't be interrupted.
             return Ended(status="interrupted")
         how = f"status {status}" if status >= 0 else signal.Signals(-status).name
-        ended = Ended(status="killed", error=f"its process ended with {how}")
-        folder.write_status(ended.status, ended.error)
-        return ended
+        folder.write_status(KILLED, ENDED_SILENTLY, process_ended_with=how)
+        return Ended(status=KILLED, error=f"{ENDED_SILENTLY}, with {how}")
 
 
 @cache
