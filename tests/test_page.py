@@ -14,9 +14,9 @@ import pytest
 from page_rows import DEPLOYMENTS, OWN, SHARED, TRACEBACK, refused, sweep
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from builder.page import as_html, breakable, duration, failures, figure
-from builder.page_matrix import matrix, ranges
-from builder.page_scale import bytes_scale, decades_scale, figures_scale
+from builder.page.matrix import matrix, ranges
+from builder.page.page import as_html, breakable, duration, failures, figure
+from builder.page.scale import bytes_scale, decades_scale, figures_scale
 from builder.summary import JobRow
 from models.role_contracts import FIELD_NAMES
 

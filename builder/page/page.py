@@ -12,9 +12,9 @@ from functools import cache
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from builder.page_labels import labels_of
-from builder.page_matrix import matrix
-from builder.page_plots import PARTS, memory, speed, verification
+from builder.page.labels import labels_of
+from builder.page.matrix import matrix
+from builder.page.plots import PARTS, memory, speed, verification
 from builder.report import human_bytes
 from builder.summary import NOT_RUN, RUNNING, JobRow, count_by_status
 from models.role_contracts import FIELD_NAMES
@@ -173,7 +173,7 @@ def breakable(text: str) -> Markup:
 @cache
 def _environment() -> Environment:
     environment = Environment(
-        loader=PackageLoader("builder"),
+        loader=PackageLoader("builder.page"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

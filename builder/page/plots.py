@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from builder.page_matrix import ranges
-from builder.page_scale import Scale, bytes_scale, decades_scale, figures_scale
+from builder.page.matrix import ranges
+from builder.page.scale import Scale, bytes_scale, decades_scale, figures_scale
 from builder.summary import JobRow
 
 PARTS = {
