@@ -25,6 +25,7 @@ from hydra.types import RunMode  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 
 from builder.compose import register_schema  # noqa: E402
+from builder.help import help_page  # noqa: E402
 from builder.interrupt import EXIT_STATUS, InterruptedJob  # noqa: E402
 from builder.jobs import Ended, job_facts, run_job  # noqa: E402
 from builder.loading import command_request, config_folder  # noqa: E402
@@ -117,6 +118,11 @@ def main() -> None:
     # So that Hydra hands every error to us, to be worded in one way.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     register_schema()
+    if {"-h", "--help"} & set(words):
+        # Hydra's would show what is stored as choices too.
+        asked = [word for word in sys.argv[1:] if word not in ("-h", "--help")]
+        print(help_page(command_request(asked)))
+        return
     command = _Command(verbose)
     status = _launched(command, verbose)
     sweep = begun_sweep()

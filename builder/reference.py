@@ -18,6 +18,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from omegaconf import MISSING
 
 from builder import schema
+from builder.help import first_comment
 from builder.loading import config_folder
 
 COMMAND = "python -m builder.reference > docs/reference.md"
@@ -57,7 +58,7 @@ def render() -> str:
         lines += [*_table(("word", "meaning"), rows), ""]
     lines += ["## Groups and choices", ""]
     for group in _groups(config_folder()):
-        rows = [(f"`{file.stem}`", _comment(file)) for file in sorted(group.glob("*.yaml"))]
+        rows = [(f"`{file.stem}`", first_comment(file)) for file in sorted(group.glob("*.yaml"))]
         lines += [f"### `{group.name}`", "", *_table(("choice", "what it is"), rows), ""]
     return "\n".join(lines)
 
@@ -128,14 +129,6 @@ def _default(field: Field[Any]) -> str:
 def _groups(folder: Path) -> list[Path]:
     """The groups' folders, Hydra's own settings left out."""
     return sorted(path for path in folder.iterdir() if path.is_dir() and path.name != "hydra")
-
-
-def _comment(file: Path) -> str:
-    """What a file says of itself: its first line of comment that is no directive."""
-    for line in file.read_text(encoding="utf-8").splitlines():
-        if line.startswith("# ") and not line.startswith("# @"):
-            return line.removeprefix("# ")
-    return ""
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

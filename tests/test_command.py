@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from conftest import REFERENCE
 
 from builder.compose import compose
+from builder.schema import TASKS
 from builder.sources import fetch
 
 PROCESS_LIMIT = 300
@@ -341,7 +343,28 @@ def test_generate_writes_every_file(tmp_path: Path) -> None:
 
 
 def test_help_is_about_this_tool(tmp_path: Path) -> None:
-    done = rolecall(tmp_path, "--help")
+    mine = tmp_path / "conf" / "deployment" / "mine.yaml"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("defaults: [base, _self_]\nname: mine\n")
+    done = rolecall(tmp_path, "--config-dir", str(tmp_path / "conf"), "--help")
     assert "usage: rolecall" in done.stdout
-    for choice in ("smollm2", "tiny_llama", "generate", "score"):
-        assert choice in done.stdout
+    groups = dict(re.findall(r"^  (\w+)= +([^=]+,[^=]+)$", done.stdout, re.M))
+    choices = {group: names.split() for group, names in groups.items()}
+    assert "mine," in choices["deployment"]
+    assert "tiny_llama," in choices["model"]
+    for task in TASKS:
+        assert re.search(rf"^  task={task} +[A-Z].*\.?$", done.stdout, re.M)
+    assert "schema" not in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 110
+
+
+def test_completion_gives_choices_and_keys(tmp_path: Path) -> None:
+    def completed(line: str) -> list[str]:
+        facts = {"COMP_LINE": line, "COMP_POINT": str(len(line))}
+        return rolecall(tmp_path, "--shell-completion", "query=bash", **facts).stdout.split()
+
+    assert completed("rolecall task=ver") == ["task=verify"]
+    assert completed("rolecall deployment=tp") == ["deployment=tp2", "deployment=tp4"]
+    assert completed("rolecall task.max_new") == ["task.max_new_tokens="]
+    script = rolecall(tmp_path, "--shell-completion", "install=bash").stdout
+    assert "complete -o nospace -o default -F hydra_bash_completion" in script
