@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -46,6 +47,8 @@ NOT_RUN = {
     "make gpu-check": "it needs accelerators",
     "python tests/reference/make_reference.py tiny_mistral": "it needs PyTorch and transformers",
     "python -m pytest tests/test_families.py -k tiny_mistral": "the test run has it",
+    "rolecall --config-dir my_conf -m experiment=on_slurm task=plan model=tiny_llama "
+    "deployment=cpu,tp2": "it needs a Slurm cluster",
     "max generate --custom-architectures models.architectures --model-path my_model --devices cpu "
     "--quantization-encoding float32 --max-batch-size 4 --max-new-tokens 8 "
     '--no-enable-prefix-caching --prompt "Hello"': "tests/test_serve.py runs it",
@@ -225,6 +228,9 @@ class PageRun:
             if accelerator_count():
                 return  # "make gpu-check" runs them.
             wanted = 2
+        needs_ray = "hydra/launcher=ray" in command.text and find_spec("ray") is None
+        if needs_ray:
+            wanted = 2
         status, said = None, ""
         if wanted in (2, REACHED_COMPILING) or _PLANS.match(command.text):
             status, said = self._planner.run(command.text, self.folder)
@@ -234,6 +240,7 @@ class PageRun:
         assert status == wanted, told
         assert "Traceback" not in said, told
         assert not needs_accelerators or "this machine has 0" in said, told
+        assert not needs_ray or "pip install 'rolecall[ray]'" in said, told
         if is_shared:
             _run_before.add(command.text)
 
