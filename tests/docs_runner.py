@@ -100,7 +100,7 @@ for line in sys.stdin:
         sys.argv = ["rolecall", *job["words"]]
         assert builder.steps.Job.compile and builder.tasks.compile.compile_virtual
         builder.steps.Job.compile = builder.tasks.compile.compile_virtual = stop
-        builder.cli.main()
+        sys.exit(builder.cli.main())
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     print(json.dumps(status), flush=True)
 """
@@ -246,7 +246,7 @@ class PageRun:
 
     def _process(self, text: str) -> tuple[int, str]:
         done = subprocess.run(
-            ["sh", "-c", text],
+            ["bash", "-c", text],
             cwd=self.folder,
             env=self._environment(),
             stdout=subprocess.PIPE,
