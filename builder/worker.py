@@ -54,6 +54,9 @@ class _Order:
     environment: dict[str, str]
     """The environment, which Hydra may set for a job."""
 
+    directory: Path
+    """The working directory, which Hydra may change for a job."""
+
     seconds: float
     """How long composing it took."""
 
@@ -77,6 +80,7 @@ class Worker:
             composed,
             _plain(HydraConfig.get()),
             dict(os.environ),
+            Path.cwd(),
             time.perf_counter() - began,
         )
         with _forwarding(process.pid):
@@ -162,6 +166,7 @@ def _serve(connection: Connection) -> None:
         began = time.perf_counter() - order.seconds
         os.environ.clear()
         os.environ.update(order.environment)
+        os.chdir(order.directory)
         _enter(order.hydra)
         connection.send(run_job(order.composed, began, shared))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.table import Table
@@ -23,6 +23,9 @@ from builder.schema import (
 from builder.steps import FailedJob, Job
 from builder.tokenizer import load_tokenizer
 from models.errors import ConfigError
+
+if TYPE_CHECKING:
+    from builder.compare import Where
 
 PROMPT_LENGTHS = (5, 1, 60, 130, 17, 33, 2)
 """Random prompts where none are given: within a chunk, over several, and over a page's edge."""
@@ -106,17 +109,17 @@ def run(job: Job) -> None:
     table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     table.add_column()
-    where = result.where
+    unequal = result.first_unequal
     for name, text in (
         ("verify", f"{plan.model.name} on {plan.deployment.name}: {'pass' if passed else 'FAIL'}"),
         ("compared", f"{result.rows} rows of logits, {len(prompts)} prompts in one batch"),
         (
             "largest difference",
             f"{result.max_abs_diff:.2e}, relative {result.max_rel_diff:.2e} ("
-            f"{'absolute' if exact else 'relative'} tolerance {tolerance:.0e}), at prompt "
-            f"{where.prompt}, step {where.step}, token {where.token}",
+            f"{'absolute' if exact else 'relative'} tolerance {tolerance:.0e}), at "
+            f"{_place(result.where)}",
         ),
-        ("greedy tokens", "equal" if result.tokens_equal else f"differ: {result.first_unequal}"),
+        ("greedy tokens", "equal" if unequal is None else f"differ, first at {_place(unequal)}"),
     ):
         table.add_row(name, text)
     job.out.print(table)
@@ -124,12 +127,16 @@ def run(job: Job) -> None:
         problems = []
         if largest > tolerance:
             problems.append(f"largest difference {largest:.2e}, tolerance {tolerance:.0e}")
-        if exact and not result.tokens_equal:
-            problems.append(f"the greedy token differs, first at {result.first_unequal}")
+        if exact and unequal is not None:
+            problems.append(f"the greedy token differs, first at {_place(unequal)}")
         raise FailedJob(
             f"{plan.model.name} on {plan.deployment.name} does not compute what it does on "
             f"{plain.deployment.name}: {'; '.join(problems)}"
         )
+
+
+def _place(where: Where) -> str:
+    return f"prompt {where.prompt}, step {where.step}, token {where.token}"
 
 
 def _plain(deployment: DeploymentConfig) -> DeploymentConfig:
