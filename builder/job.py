@@ -119,6 +119,18 @@ def _json(contents: Mapping[str, Any], indent: int | None = None) -> str:
     return json.dumps(contents, ensure_ascii=False, allow_nan=False, indent=indent) + "\n"
 
 
+def exit_status(status: str, is_defect: bool) -> int:
+    """2 where the user asked for what can't be, else 1 where a job did not succeed, else 0.
+
+    Args:
+        status: How it ended.
+        is_defect: Whether the fault is ours.
+    """
+    if status == "ok":
+        return 0
+    return 2 if status == "error" and not is_defect else 1
+
+
 def read_json(file: Path) -> dict[str, Any] | None:
     """Reads what a job wrote; ``None`` where it is not there, or not any more.
 

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from builder.compose import to_config
 from builder.interrupt import InterruptedJob, Interrupts
-from builder.job import JobFolder
+from builder.job import JobFolder, exit_status
 from builder.processes import process_facts
 from builder.provenance import with_provenance
 from builder.report import console
@@ -57,10 +57,8 @@ class Ended:
 
     @property
     def exit_status(self) -> int:
-        """2 where the user asked for what can't be, else 1 where it did not succeed."""
-        if self.status == "ok":
-            return 0
-        return 2 if self.status == "error" and not self.is_defect else 1
+        """The command's, where it runs this job alone."""
+        return exit_status(self.status, self.is_defect)
 
 
 def job_facts(hydra: HydraConf) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from builder.job import JobFolder, read_json
+from builder.job import JobFolder, exit_status, read_json
 from builder.processes import is_alive
 
 NOT_RUN = "not run"
@@ -87,10 +87,8 @@ class JobRow:
 
     @property
     def exit_status(self) -> int:
-        """2 where the user asked for what can't be, else 1 where it did not succeed."""
-        if self.status == "ok":
-            return 0
-        return 2 if self.status == "error" and not self.is_defect else 1
+        """The command's, where it runs this job alone."""
+        return exit_status(self.status, self.is_defect)
 
     @property
     def fields(self) -> list[str]:
