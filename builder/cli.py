@@ -29,6 +29,7 @@ from builder.help import help_page  # noqa: E402
 from builder.interrupt import EXIT_STATUS, InterruptedJob  # noqa: E402
 from builder.jobs import Ended, job_facts, run_job  # noqa: E402
 from builder.loading import command_request, config_folder  # noqa: E402
+from builder.options import options_first  # noqa: E402
 from builder.report import console  # noqa: E402
 from builder.shared import Shared  # noqa: E402
 from builder.summary import print_rows  # noqa: E402
@@ -88,24 +89,6 @@ class _Command:
         return ended.objective
 
 
-_WITH_VALUE = {
-    *("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn"),
-    *("--package", "-p", "--experimental-rerun"),
-}
-"""Hydra's options that a value follows."""
-
-
-def _options_first(words: list[str]) -> list[str]:
-    """Puts options before overrides: Hydra refuses overrides on both sides of an option."""
-    options: list[str] = []
-    overrides: list[str] = []
-    follows = False
-    for word in words:
-        (options if follows or word.startswith("-") else overrides).append(word)
-        follows = word in _WITH_VALUE
-    return options + overrides
-
-
 def main() -> None:
     """Runs the command.
 
@@ -113,7 +96,6 @@ def main() -> None:
     """
     verbose = bool({"-v", "--verbose"} & set(sys.argv[1:]))
     words = [word for word in sys.argv[1:] if word not in ("-v", "--verbose")]
-    sys.argv = [sys.argv[0], *_options_first(words)]
     verbose = verbose or "HYDRA_FULL_ERROR" in os.environ
     # So that Hydra hands every error to us, to be worded in one way.
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -149,7 +131,8 @@ def _launched(command: _Command, verbose: bool) -> int:
         0; 1 where a launcher or a sweeper failed, 2 where nothing began, 130 when interrupted.
     """
     try:
-        check_hydra_words(sys.argv[1:])
+        sys.argv[1:] = options_first(words)
+        check_hydra_words(words)
         hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="config")(
             command
         )()

@@ -12,15 +12,16 @@ from typing import Any, cast
 from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.defaults_list import DefaultsList, create_defaults_list
 from hydra._internal.utils import create_config_search_path, get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.default_element import GroupDefault, InputDefault, ResultDefault
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
@@ -246,7 +247,12 @@ def running_request() -> Request:
     # As they were given: an interpolation in one is the configuration's.
     words = OmegaConf.to_container(cast("DictConfig", job.overrides), resolve=False)
     assert isinstance(words, dict)
-    path = GlobalHydra.instance().config_loader().get_search_path()
+    path = ConfigSearchPathImpl()
+    # Of its own configuration: a job that is run again from a file has no loader.
+    for source in job.runtime.config_sources:
+        path.append(source.provider, f"{source.schema}://{source.path}")
+    setup_globals()
+    Plugins.instance()
     assert job.job.config_name is not None
     composer = Composer(path, job.job.config_name, words["hydra"])
     return Request(composer, tuple(words["task"]))
