@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import typing
 from dataclasses import is_dataclass
 from typing import Any
@@ -220,9 +222,23 @@ def _wrong_value(
         return mistake(origin, f"{key}: {_first_line(error)}")
     if not value:
         return mistake(origin, f"{key}: no value is given", f"it takes {what}")
+    if what.startswith("a list of "):
+        return mistake(origin, f"{key}: {value} is not {what}", _as_list(origin, key, value))
     names = what.removeprefix("one of ").removesuffix(", or null").split(", ")
     close = nearest(value, names) if what.startswith("one of ") else None
     return mistake(origin, f"{key}: {value} is not {what}", close and f"did you mean {close}?")
+
+
+def _as_list(origin: Origin, key: str, value: str) -> str | None:
+    """What is written for a list of one value."""
+    numbers = schema_types()[key] == list[int]
+    if value[0] in "[{" or "\\" in value or (numbers and not value.isdigit()):
+        return None
+    text = re.fullmatch(r"(['\"])(.*)\1", value)
+    entry = value if numbers else json.dumps(text[2] if text else value, ensure_ascii=False)
+    if origin.override is None:
+        return f"write {key.rpartition('.')[2]}: [{entry}]"
+    return f"write {shlex.quote(f'{key}=[{entry}]')}"
 
 
 def _unresolved(

@@ -29,7 +29,7 @@ _AT_MOST = 12
 """How many valid names a message lists."""
 
 _PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-_MANY = {int: "whole numbers", float: "numbers", str: "texts"}
+_MANY = {int: "whole numbers", float: "numbers", str: "texts", Any: "texts or lists of token ids"}
 
 
 def nearest(name: str, valid: Iterable[str]) -> str | None:

@@ -44,9 +44,9 @@ ON_THE_LINE = {
         "lora.max_rank: unknown key",
         "did you mean deployment.lora.max_rank=4?",
     ),
-    "deployment.lora.adapters.a=x": (
-        "deployment.lora.adapters.a=x: not there yet",
-        "did you mean +deployment.lora.adapters.a=x?",
+    "deployment.lora.adapters.billing=x": (
+        "deployment.lora.adapters.billing=x: not there yet",
+        "did you mean +deployment.lora.adapters.billing=x?",
     ),
     # Choices.
     "deployment=tp22": ("deployment=tp22: no such choice", "did you mean deployment=tp2?"),
@@ -118,7 +118,23 @@ ON_THE_LINE = {
     "task.sampling.top_p=high": ("task.sampling.top_p: high is not a number", ""),
     "deployment.parallel.stage_layers=3": (
         "deployment.parallel.stage_layers: 3 is not a list of whole numbers",
+        "write 'deployment.parallel.stage_layers=[3]'",
+    ),
+    "deployment.parallel.stage_layers=all": (
+        "deployment.parallel.stage_layers: all is not a list of whole numbers",
         "",
+    ),
+    "task.prompts=Hello": (
+        "task.prompts: Hello is not a list of texts or lists of token ids",
+        "write 'task.prompts=[\"Hello\"]'",
+    ),
+    "task.prompts='Say \"hello\"'": (
+        "task.prompts: 'Say \"hello\"' is not a list of texts",
+        r"""write 'task.prompts=["Say \"hello\""]'""",
+    ),
+    "deployment.constants=token_embd": (
+        "deployment.constants: token_embd is not a list of texts",
+        "write 'deployment.constants=[\"token_embd\"]'",
     ),
     "deployment.batch=4": (
         "deployment.batch: 4 is not a mapping of max_batch_size, max_batch_input_tokens",
@@ -207,6 +223,10 @@ IN_A_FILE: dict[str, tuple[str, int, str, str]] = {
             "deployment.return_logits: every is not one of last_token, variable, all, or null",
             "",
         ),
+    ),
+    "value for a list": (
+        f"{MINE}constants: token_embd\n",
+        *(3, "deployment.constants: token_embd is not a list", 'write constants: ["token_embd"]'),
     ),
     "value for keys": (f"{MINE}batch: 4\n", 3, "deployment.batch: 4 is not a mapping of max_b", ""),
     "interpolation": (
