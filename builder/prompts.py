@@ -45,6 +45,12 @@ class RefusedPrompt:
     error: ConfigError
     """Why."""
 
+    adapter: Any = None
+    """The adapter it asks for, as the user gave it; ``None`` for none."""
+
+    images: Any = ()
+    """The files of its images, as the user gave them."""
+
 
 def gather(key: str, given: Sequence[Any], file: str | None) -> list[tuple[str, Any]]:
     """The entries of a list and of a file, each with its name in messages.
@@ -133,7 +139,7 @@ class PromptReader:
             try:
                 found.append(self.read(name, given))
             except ConfigError as error:
-                found.append(RefusedPrompt(_said(given), error))
+                found.append(_refused(given, error))
         return found
 
     def read(self, name: str, given: Any) -> Prompt:
@@ -225,6 +231,8 @@ class PromptReader:
             )
 
 
-def _said(given: Any) -> Any:
-    """What a user gave as a prompt, without what stands beside it."""
-    return given.get("prompt") if isinstance(given, dict) else given
+def _refused(given: Any, error: ConfigError) -> RefusedPrompt:
+    if not isinstance(given, dict):
+        return RefusedPrompt(given, error)
+    adapter, images = given.get("adapter") or None, given.get("images") or ()
+    return RefusedPrompt(given.get("prompt"), error, adapter, images)

@@ -342,6 +342,30 @@ def test_generate_writes_every_file(tmp_path: Path) -> None:
     assert "4 of 16 fields" in done.stdout
 
 
+def test_refused_prompt_changes_nothing_of_the_others(tmp_path: Path) -> None:
+    def rows(first: str, status: int) -> list[dict]:
+        prompts = f"task.prompts=[{first},[5,6,7],[9],[9]]"
+        sampled = ("task.max_new_tokens=6", "task.sampling.temperature=1")
+        done = rolecall(tmp_path, TINY[0], prompts, *sampled, status=status)
+        printed.append(sorted(line[:5] for line in done.stdout.splitlines() if line[:1] == "["))
+        return [json.loads(line) for line in (tmp_path / "job" / "generations.jsonl").open()]
+
+    printed: list[list[str]] = []
+    computed = rows("[4],[4]", status=0)
+    found = rows("[],{prompt: [4], adapter: mine, images: [a.png]}", status=2)
+    assert printed == [[f"[{place}/5]" for place in range(first, 6)] for first in (1, 3)]
+    assert [row["finish"] for row in found] == ["error", "error", "length", "length", "length"]
+    assert [row["ids"] for row in found[2:]] == [row["ids"] for row in computed[2:]]
+    # The same prompt twice, with a generator of its own each time.
+    assert found[3]["ids"] != found[4]["ids"]
+    assert {tuple(row) for row in found} == {tuple(computed[0])}
+    assert [(row["adapter"], row["images"]) for row in found[:3]] == [
+        (None, []),
+        ("mine", ["a.png"]),
+        (None, []),
+    ]
+
+
 def test_help_is_about_this_tool(tmp_path: Path) -> None:
     mine = tmp_path / "conf" / "deployment" / "mine.yaml"
     mine.parent.mkdir(parents=True)

@@ -64,14 +64,16 @@ def run(job: Job) -> float | None:
             adapter=prompt.adapter,
             crops=prompt.crops,
         )
-        for index, prompt in enumerate(prompts)
+        # By its place in what was given, which a refused prompt does not change.
+        for index, prompt in enumerate(given)
+        if isinstance(prompt, Prompt)
     ]
     runner = Runner(compiled)
     try:
         with job.step("run"):
             runner.run(
                 requests,
-                on_token=_printer(requests, tokenizer),
+                on_token=_printer(given, requests, tokenizer),
                 should_stop=lambda: job.interrupts.requested,
             )
     finally:
@@ -112,23 +114,26 @@ def _prompts(
 
 
 def _printer(
-    requests: list[Request], tokenizer: TextTokenizer | None
+    given: list[Prompt | RefusedPrompt], requests: list[Request], tokenizer: TextTokenizer | None
 ) -> Callable[[Request, int], None]:
-    """Prints one request's text as it comes, or each of several when it is finished."""
-    if len(requests) == 1 and tokenizer is not None:
+    """Prints the one request's text as it comes, or each of several when it is finished."""
+    if len(given) == 1 and tokenizer is not None:
         stream = tokenizer.stream()
 
         def print_token(request: Request, token: int) -> None:
             print(stream.push(token), end="" if request.finish is None else "\n", flush=True)
 
         return print_token
+    places = [place for place, prompt in enumerate(given, 1) if isinstance(prompt, Prompt)]
 
     def print_finished(request: Request, _token: int) -> None:
         if request.finish is None:
             return
-        number = next(i for i, known in enumerate(requests, 1) if known is request)
+        place = next(
+            place for place, known in zip(places, requests, strict=True) if known is request
+        )
         text = str(request.ids) if tokenizer is None else tokenizer.decode(request.ids)
-        print(f"[{number}/{len(requests)}] {text}", flush=True)
+        print(f"[{place}/{len(given)}] {text}", flush=True)
 
     return print_finished
 
@@ -157,10 +162,15 @@ def _refusal(prompt: RefusedPrompt) -> dict[str, Any]:
     return {
         "prompt": prompt.given,
         "prompt_ids": [],
+        "adapter": prompt.adapter,
+        "images": prompt.images or [],
         "ids": [],
         "text": None,
         "finish": "error",
         "error": str(prompt.error),
+        "ttft_ms": None,
+        "total_ms": None,
+        "decode_tok_s": None,
     }
 
 
