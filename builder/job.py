@@ -62,6 +62,20 @@ class JobFolder:
         """Whether it says how its job ended."""
         return (self.path / self.STATUS).is_file()
 
+    @property
+    def has_results(self) -> bool:
+        """Whether its job wrote more than how it ended."""
+        return any(name not in (self.BEGUN, self.STATUS) for name in self._written)
+
+    def shown(self, folder: Path) -> str:
+        """Where it is, for a person who works in a folder.
+
+        Args:
+            folder: The folder that they work in.
+        """
+        path = self.path
+        return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
+
     def write_json(self, name: str, contents: Mapping[str, Any]) -> None:
         """Writes one JSON object."""
         self._write(name, _json(contents, indent=1))

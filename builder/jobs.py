@@ -12,6 +12,7 @@ from typing import Any
 from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
 
 from builder.compose import to_config
 from builder.interrupt import InterruptedJob, Interrupts
@@ -78,7 +79,7 @@ def job_facts(hydra: HydraConf) -> dict[str, Any]:
 
 
 def run_job(composed: DictConfig, began: float, shared: Shared) -> Ended:
-    """Runs one job and writes how it ended.
+    """Runs one job, writes how it ended, and tells where.
 
     Args:
         composed: The job's configuration, as Hydra composed it.
@@ -88,6 +89,17 @@ def run_job(composed: DictConfig, began: float, shared: Shared) -> Ended:
     hydra = HydraConfig.get()
     folder = JobFolder(Path(hydra.runtime.output_dir))
     folder.begin(job_facts(hydra), process_facts())
+    out = console()
+    ended = _run(composed, began, shared, folder, out)
+    if folder.has_results:
+        # A line of its own, however long: it is copied.
+        out.print(f"files: {folder.shown(Path(hydra.runtime.cwd))}", soft_wrap=True)
+    return ended
+
+
+def _run(
+    composed: DictConfig, began: float, shared: Shared, folder: JobFolder, out: Console
+) -> Ended:
     job: Job | None = None
 
     def stopped() -> None:
@@ -96,7 +108,7 @@ def run_job(composed: DictConfig, began: float, shared: Shared) -> Ended:
     with Interrupts(on_exit=stopped) as interrupts:
         try:
             config = to_config(composed)
-            job = Job(config, folder, interrupts, shared, console())
+            job = Job(config, folder, interrupts, shared, out)
             job.seconds["compose"] = time.perf_counter() - began
             name = next(name for name, task in TASKS.items() if type(config.task) is task)
             objective = task_runner(name)(job)

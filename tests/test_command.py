@@ -340,6 +340,7 @@ def test_generate_writes_every_file(tmp_path: Path) -> None:
     assert all(generation["finish"] == "length" for generation in generations)
     assert read(tmp_path, "metrics.json")["generated_tokens"] == 8
     assert "4 of 16 fields" in done.stdout
+    assert done.stdout.endswith("\nfiles: job\n")
 
 
 def test_refused_prompt_changes_nothing_of_the_others(tmp_path: Path) -> None:
@@ -364,6 +365,20 @@ def test_refused_prompt_changes_nothing_of_the_others(tmp_path: Path) -> None:
         ("mine", ["a.png"]),
         (None, []),
     ]
+
+
+def test_last_line_says_where_the_files_are(tmp_path: Path) -> None:
+    for task in (["plan"], ["diff", "task.against=tp2"], ["check", "deployment=cpu"]):
+        done = rolecall(tmp_path, TINY[0], *(f"task={task[0]}", *task[1:]))
+        assert done.stdout.splitlines()[-1] == "files: job"
+    elsewhere = tmp_path / ("elsewhere" * 20)
+    done = rolecall(tmp_path, TINY[0], "task=plan", f"hydra.run.dir={elsewhere}")
+    assert done.stdout.splitlines()[-1] == f"files: {elsewhere.name}"
+    refused = rolecall(tmp_path, TINY[0], "task=plan", "deployment.vision=true", status=2)
+    assert not refused.stdout
+    # One that fails has written why.
+    failed = rolecall(tmp_path, TINY[0], "task=check", "task.deployments=[vision_tp2]", status=1)
+    assert failed.stdout.splitlines()[-1] == "files: job"
 
 
 def test_help_is_about_this_tool(tmp_path: Path) -> None:

@@ -213,5 +213,4 @@ def _print_summary(job: Job, plan: Plan, compiled: Compiled, metrics: dict[str, 
         + (f", {rate:.1f} tokens/s" if rate else "")
         + (f", {metrics['step_ms']:.1f} ms per step" if metrics["step_ms"] else ""),
     )
-    table.add_row("files", str(job.folder.path))
     job.out.print(table)

@@ -123,4 +123,3 @@ def _print(job: Job, scores: list[dict[str, Any]]) -> None:
             "" if perplexity is None else f"{perplexity:.2f}",
         )
     job.out.print(table)
-    job.out.print(f"files: {job.folder.path}")
