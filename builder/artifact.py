@@ -8,16 +8,20 @@ import tempfile
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from max.engine import CompiledModel, InferenceSession, Model, read
-from max.pipelines.lib.graph_specs import CompiledArtifacts, GraphSpec, init_graphs
 
 from builder.report import as_json, contract_json
 from builder.resolve import Plan
 from models.errors import ConfigError
-from models.graphs import Loaded
-from models.kernels import kernel_library
+from models.kernels import kernels_version
+
+if TYPE_CHECKING:
+    # Importing MAX's pipelines costs two seconds, which checking does without.
+    from max.pipelines.lib.graph_specs import GraphSpec
+
+    from models.graphs import Loaded
 
 DESCRIPTION = "artifact.json"
 """What an artifact's graphs were compiled for, and the file of each role."""
@@ -33,7 +37,7 @@ def describe(plan: Plan) -> dict[str, Any]:
     on_host = plan.capacity is None
     return {
         "max": version("max"),
-        "kernels": kernel_library().parent.name if on_host else None,
+        "kernels": kernels_version() if on_host else None,
         "target": "cpu" if plan.capacity is None else plan.capacity.accelerator.target,
         "deployment": {
             "devices": {"count": deployment.devices.count},
@@ -96,16 +100,21 @@ def export(plan: Plan, artifacts: Mapping[str, CompiledModel], folder: Path) -> 
         made.replace(folder)
 
 
-def check_artifact(plan: Plan, folder: Path) -> None:
-    """An artifact's graphs are those of a plan.
+def check_artifact(plan: Plan) -> Path | None:
+    """The graphs of the artifact that a plan names are the plan's.
 
     Args:
         plan: The plan.
-        folder: The artifact.
+
+    Returns:
+        The artifact; ``None`` where the plan names none.
 
     Raises:
         ConfigError: If it is none, or was compiled for something else.
     """
+    if plan.deployment.artifact is None:
+        return None
+    folder = Path(plan.deployment.artifact).expanduser()
     found = _description(folder)
     difference = _first_difference("", found, {"roles": found["roles"], **describe(plan)})
     if difference is not None:
@@ -114,6 +123,7 @@ def check_artifact(plan: Plan, folder: Path) -> None:
             f"deployment.artifact: {folder} was compiled for something else: {where} is {there} "
             f"there, {here} here\n  what works: what it was compiled for, or task=compile anew"
         )
+    return folder
 
 
 def load(folder: Path, session: InferenceSession, specs: Mapping[str, GraphSpec]) -> Loaded:
@@ -124,6 +134,8 @@ def load(folder: Path, session: InferenceSession, specs: Mapping[str, GraphSpec]
         session: The session to initialize them with.
         specs: The graphs, by role, with their weights.
     """
+    from max.pipelines.lib.graph_specs import CompiledArtifacts, init_graphs
+
     roles = _description(folder)["roles"]
     files = sorted(set(roles.values()))
     artifacts = CompiledArtifacts(

@@ -46,6 +46,8 @@ class Compiled:
         """Where the graphs came from, for people."""
         if self.reused:
             return "not asked: loaded by a job before"
+        if self.registration.plan.deployment.artifact is not None:
+            return "not asked: loaded from the artifact"
         return "hit" if self.cache_hit else "miss"
 
 
@@ -83,10 +85,9 @@ def compile_registration(
     model_cls = registration.model_cls
     graphs = None if shared is None else shared.graphs(plan)
     members: dict[str, Any] = {"shared_graphs": graphs}
-    if plan.deployment.artifact is not None and graphs is None:
-        folder = Path(plan.deployment.artifact).expanduser()
-        check_artifact(plan, folder)
-        members["graph_loader"] = staticmethod(partial(load, folder))
+    artifact = None if graphs is not None else check_artifact(plan)
+    if artifact is not None:
+        members["graph_loader"] = staticmethod(partial(load, artifact))
     model_cls = type(model_cls.__name__, (model_cls,), members)
     model = model_cls(
         config,

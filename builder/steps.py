@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from builder.accelerators import compile_error, max_reason
+from builder.artifact import check_artifact
 from builder.checks import check_no_obstacle
 from builder.interrupt import Interrupts
 from builder.job import JobFolder
@@ -89,6 +90,7 @@ class Job:
             plan = resolve(self.config.model, self.config.deployment, checkpoint, needed_logits)
             if not only_plan:
                 check_no_obstacle(plan.obstacles)
+            check_artifact(plan)
         self.folder.write_json("plan.json", plan_json(plan))
         self.folder.write_json("contract.json", contract_json(plan))
         return plan
@@ -97,15 +99,18 @@ class Job:
         """Steps 3 and 4: builds and compiles the plan's graphs."""
         name = f"{plan.model.name} for {plan.deployment.name}"
         reused = self.shared.graphs(plan) is not None
-        doing = "taking" if reused else "compiling"
-        how = "as a job before loaded it" if reused else "(a minute or two the first time)"
+        doing = f"compiling {name} (a minute or two the first time)"
+        if reused:
+            doing = f"taking {name} as a job before loaded it"
+        elif plan.deployment.artifact is not None:
+            doing = f"loading {name} from {plan.deployment.artifact}"
         with self.interrupts.uninterruptible():
             with self.step("build", None if reused else f"building {name}"):
                 from builder.build import build
                 from builder.compile import compile_registration, process_session
 
                 registration = build(plan)
-            with self.step("compile", f"{doing} {name} {how}"):
+            with self.step("compile", doing):
                 on_cpu = plan.capacity is None
                 session = process_session(0 if on_cpu else plan.deployment.devices.count)
                 try:

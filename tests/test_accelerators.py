@@ -175,10 +175,10 @@ def test_graphs_for_other_limits_are_others_on_accelerators(tmp_path: Path, limi
     (tmp_path / "graphs_0.mef").touch()
     contents = {"roles": {"decoder": "graphs_0.mef"}, **there}
     (tmp_path / "artifact.json").write_text(json.dumps(contents))
-    check_artifact(plan_for(*overrides("b200_x2_dp2_ep2")), tmp_path)
-    other = plan_for(*overrides("b200_x2_dp2_ep2"), f"deployment.{limit}")
+    named = (*overrides("b200_x2_dp2_ep2"), f"deployment.artifact={tmp_path}")
+    assert check_artifact(plan_for(*named)) == tmp_path
     with pytest.raises(ConfigError, match=limit.split("=")[0]):
-        check_artifact(other, tmp_path)
+        check_artifact(plan_for(*named, f"deployment.{limit}"))
 
 
 def test_virtual_accelerators_run_nothing(tmp_path: Path) -> None:

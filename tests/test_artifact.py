@@ -72,7 +72,7 @@ OTHERS = {
 def test_graphs_of_something_else_are_refused(artifact: Path, name: str) -> None:
     overrides, message = OTHERS[name]
     with pytest.raises(ConfigError) as caught:
-        check_artifact(plan_for(*overrides), artifact)
+        check_artifact(plan_for(*overrides, f"deployment.artifact={artifact}"))
     assert message in str(caught.value)
 
 
@@ -104,7 +104,7 @@ def test_other_versions_and_damaged_artifacts_are_refused(
     shutil.copytree(artifact, folder)
     change(folder)
     with pytest.raises(ConfigError) as caught:
-        check_artifact(plan_for(MODEL, DEPLOYMENT), folder)
+        check_artifact(plan_for(MODEL, DEPLOYMENT, f"deployment.artifact={folder}"))
     assert message in str(caught.value)
 
 
@@ -115,10 +115,26 @@ def test_command_exports_and_uses_an_artifact(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     shutil.move(tmp_path / "job" / "artifact", kept)
     prompt = ["task.prompts=[[5,6,7]]", "task.max_new_tokens=4", "task.ignore_eos=true"]
-    rolecall(tmp_path, MODEL, DEPLOYMENT, f"deployment.artifact={kept}", *prompt)
+    used = rolecall(tmp_path, MODEL, DEPLOYMENT, f"deployment.artifact={kept}", *prompt)
+    assert f"loading tiny_llama for tp2 from {kept}" in used.stderr
+    assert "compiling" not in used.stderr
+    assert "not asked: loaded from the artifact" in used.stdout
     row = json.loads((tmp_path / "job" / "generations.jsonl").read_text())
     assert [row["ids"]] == greedy_ids(compiled_alone(MODEL, DEPLOYMENT), [[5, 6, 7]], 4)
-    other = [MODEL, "deployment=tp4", f"deployment.artifact={kept}", *prompt]
-    refused = rolecall(tmp_path, *other, status=2)
-    assert "was compiled for something else" in refused.stderr
-    assert read(tmp_path, "status.json")["status"] == "error"
+
+
+def test_command_refuses_an_artifact_before_anything_is_built(
+    artifact: Path, tmp_path: Path
+) -> None:
+    rolecall(tmp_path, MODEL, DEPLOYMENT, f"deployment.artifact={artifact}", "task=plan")
+    other = (MODEL, "deployment=tp4", f"deployment.artifact={artifact}")
+    for task in ("task=plan", "task.prompts=[[5,6,7]]", "task=verify"):
+        refused = rolecall(tmp_path, *other, task, status=2)
+        assert refused.stderr.startswith(f"error: deployment.artifact: {artifact} was compiled for")
+        assert read(tmp_path, "status.json")["status"] == "error"
+
+
+def test_artifact_that_is_to_be_made_anew_is_not_looked_at(tmp_path: Path) -> None:
+    compiled_alone(MODEL, DEPLOYMENT)
+    rolecall(tmp_path, MODEL, DEPLOYMENT, "task=compile", "deployment.artifact=nowhere")
+    assert (tmp_path / "job" / "artifact" / DESCRIPTION).is_file()

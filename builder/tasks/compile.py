@@ -25,10 +25,13 @@ FOLDER = "artifact"
 def run(job: Job) -> None:
     """Compiles the deployment, exports its graphs, and loads them back.
 
+    An artifact that the deployment names is what this makes anew, so it is not looked at.
+
     Raises:
         ConfigError: If the deployment can't be compiled.
     """
     folder = job.folder.path / FOLDER
+    job.config = replace(job.config, deployment=replace(job.config.deployment, artifact=None))
     if job.config.deployment.devices.kind is DeviceKind.virtual:
         _compile_for_target(job, folder)
         return
