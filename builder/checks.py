@@ -294,8 +294,9 @@ def _missing_accelerators(deployment: DeploymentConfig) -> tuple[str, ...]:
     here = accelerator_count()
     if here >= devices.count:
         return ()
+    many = "accelerator" if devices.count == 1 else "accelerators"
     return (
-        f"deployment.devices.count: {devices.count} accelerators, this machine has {here}\n"
+        f"deployment.devices.count: {devices.count} {many}, this machine has {here or 'none'}\n"
         "  what works: deployment.devices.kind=virtual with task=compile or task=plan",
     )
 

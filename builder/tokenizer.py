@@ -163,13 +163,13 @@ def load_tokenizer(checkpoint: Checkpoint, override: str | None) -> TextTokenize
     """
     if override is not None:
         folder = Path(override).expanduser()
-        found = _from_folder(folder, checkpoint)
+        found = _from_folder("model.tokenizer", folder, checkpoint)
         if found is None:
             raise ConfigError(f"model.tokenizer: {folder} has no tokenizer.json")
         return found
     if isinstance(checkpoint, GGUFCheckpoint):
         return _from_gguf(checkpoint)
-    return _from_folder(checkpoint.path, checkpoint)
+    return _from_folder("model.source", checkpoint.path, checkpoint)
 
 
 def stop_ids(checkpoint: Checkpoint) -> frozenset[int]:
@@ -191,7 +191,7 @@ def stop_ids(checkpoint: Checkpoint) -> frozenset[int]:
     return frozenset(ids)
 
 
-def _from_folder(folder: Path, checkpoint: Checkpoint) -> TextTokenizer | None:
+def _from_folder(key: str, folder: Path, checkpoint: Checkpoint) -> TextTokenizer | None:
     file = folder / "tokenizer.json"
     if not file.is_file():
         return None
@@ -212,14 +212,14 @@ def _from_folder(folder: Path, checkpoint: Checkpoint) -> TextTokenizer | None:
         for key, value in settings.items()
         if key.endswith("_token") and isinstance(value, str | dict)
     }
-    return TextTokenizer(_backend(file), stop_ids(checkpoint), template, variables)
+    return TextTokenizer(_backend(key, file), stop_ids(checkpoint), template, variables)
 
 
-def _backend(file: Path) -> Backend:
+def _backend(key: str, file: Path) -> Backend:
     try:
         backend = Backend.from_file(str(file))
     except Exception as error:
-        raise ConfigError(f"{file} is no tokenizer: {error}") from error
+        raise ConfigError(f"{key}: {file} is no tokenizer: {error}") from error
     # Training settings that some files keep; a prompt is neither cut nor filled up.
     backend.no_truncation()
     backend.no_padding()

@@ -191,9 +191,17 @@ def test_accelerators_that_are_not_here_are_missed(tmp_path: Path) -> None:
     many = ("deployment.devices.count=32", *degrees)
     arguments = ["model=tiny_llama", "deployment=h100_x2_dp2", *many]
     done = rolecall(tmp_path, *arguments, "deployment.devices.kind=gpu", status=2)
-    missed = f"deployment.devices.count: 32 accelerators, this machine has {accelerator_count()}"
-    assert missed in done.stderr
+    missed = "deployment.devices.count: 32 accelerators, this machine has "
+    assert f"{missed}{accelerator_count() or 'none'}\n" in done.stderr
     assert "deployment.devices.kind=virtual with task=compile" in done.stderr
+
+
+@pytest.mark.skipif(accelerator_count() > 0, reason="there is one")
+def test_one_accelerator_is_told_in_the_singular() -> None:
+    (missed,) = plan_for(
+        "model=tiny_llama", "deployment=h100_x1", "deployment.devices.kind=gpu"
+    ).obstacles
+    assert missed.startswith("deployment.devices.count: 1 accelerator, this machine has none\n")
 
 
 def assert_compiles(tmp_path: Path, deployment: str) -> None:

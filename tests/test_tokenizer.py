@@ -15,6 +15,7 @@ from builder.prompts import PromptReader, gather
 from builder.sources import fetch
 from builder.tokenizer import TextTokenizer, load_tokenizer, stop_ids
 from models.checkpoints import open_checkpoint
+from models.checkpoints.max_weights import LoadedWeights
 from models.errors import ConfigError
 
 SMOLLM2 = json.loads((REFERENCE / "smollm2.json").read_text())
@@ -79,6 +80,24 @@ def test_tokenizer_folder_of_the_users_choice(tmp_path: Path) -> None:
         tokenizer.render_chat("bad")
     with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
         load_tokenizer(checkpoint, str(tmp_path / "elsewhere"))
+
+
+def test_damaged_tokenizer_is_told_with_the_key_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    for file in (REFERENCE / "tiny_llama").iterdir():
+        (tmp_path / "model" / file.name).symlink_to(file)
+    damaged = tmp_path / "model" / "tokenizer.json"
+    damaged.write_text("{}")
+    checkpoint = open_checkpoint(tmp_path / "model")
+    for key, folder in (("source", None), ("tokenizer", str(damaged.parent))):
+        with pytest.raises(ConfigError) as caught:
+            load_tokenizer(checkpoint, folder)
+        assert str(caught.value).startswith(f"model.{key}: {damaged} is no tokenizer: ")
+
+
+def test_tensor_that_max_did_not_load_is_told_with_its_key() -> None:
+    with pytest.raises(ConfigError, match=r"^model\.source: the checkpoint has no tensor norm\."):
+        LoadedWeights({}).read("norm.weight")
 
 
 def _ids(tokenizer: TextTokenizer | None, given: object) -> list[int]:

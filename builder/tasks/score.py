@@ -56,7 +56,7 @@ def run(job: Job) -> None:
         )
         for index, (text, collector) in enumerate(zip(texts, collectors, strict=True))
     ]
-    with job.step("run", f"scoring {len(texts)} texts"):
+    with job.step("run", f"scoring {len(texts)} {'text' if len(texts) == 1 else 'texts'}"):
         Runner(compiled).run(requests, should_stop=lambda: job.interrupts.requested)
     scores = [
         _score(text.given, collector)

@@ -30,7 +30,7 @@ class LoadedWeights:
             ConfigError: If the checkpoint has no such tensor.
         """
         if name not in self._state:
-            raise ConfigError(f"the checkpoint has no tensor {name}")
+            raise ConfigError(f"model.source: the checkpoint has no tensor {name}")
         weight = self._state[name]
         buffer = weight.to_buffer()
         if weight.dtype == DType.bfloat16:
