@@ -30,10 +30,10 @@ from builder.interrupt import EXIT_STATUS, InterruptedJob  # noqa: E402
 from builder.jobs import Ended, job_facts, run_job  # noqa: E402
 from builder.loading import command_request, config_folder  # noqa: E402
 from builder.options import options_first  # noqa: E402
-from builder.report import console  # noqa: E402
 from builder.shared import Shared  # noqa: E402
 from builder.summary import print_rows  # noqa: E402
 from builder.sweep import RELAUNCHED, Sweep, begun_sweep, run_in_sweep  # noqa: E402
+from builder.tables import console  # noqa: E402
 from builder.words import check_hydra_words, explain  # noqa: E402
 from models.errors import ConfigError  # noqa: E402
 

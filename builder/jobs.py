@@ -19,10 +19,10 @@ from builder.interrupt import InterruptedJob, Interrupts
 from builder.job import JobFolder, exit_status
 from builder.processes import process_facts
 from builder.provenance import with_provenance
-from builder.report import console
 from builder.schema import TASKS
 from builder.shared import Shared
 from builder.steps import FailedJob, Job, SomeRefused
+from builder.tables import console
 from builder.tasks import task_runner
 from models.errors import ConfigError
 

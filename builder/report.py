@@ -17,18 +17,12 @@ from rich.text import Text
 from builder.capacity import Capacity
 from builder.provenance import Setting
 from builder.resolve import Plan, Stage
+from builder.tables import print_table
 from models.contract import FieldDecision, Leaf, named_leaves
 from models.vision import image_inputs
 
 _SHOWN = 60
 """How much is shown of a value."""
-
-
-def console() -> Console:
-    """The terminal, or a wide page where there is none."""
-    # Without markup: names and texts of the user's may hold square brackets.
-    probe = Console(highlight=False, markup=False)
-    return probe if probe.is_terminal else Console(highlight=False, markup=False, width=160)
 
 
 def contract_json(plan: Plan) -> dict[str, Any]:
@@ -158,7 +152,7 @@ def print_plan(plan: Plan, out: Console) -> None:
         inputs = _table("vision:", "", "dtype", "shape", "device", "at most")
         for leaf in named_leaves("", image_inputs(plan.vision)):
             inputs.add_row(f"  {leaf.path}", "", *_leaf_cells(plan, leaf))
-        out.print(inputs)
+        print_table(inputs, out)
     print_placement(plan, out)
 
 
@@ -185,14 +179,14 @@ def _print_contract(plan: Plan, stage: Stage, out: Console) -> None:
     table = _table("field", "", "dtype", "shape", "device", "at most", "why  [config keys]")
     for field in stage.contract.fields:
         table.add_row(*_field_cells(plan, field), style="" if field.present else "dim")
-    out.print(table)
+    print_table(table, out)
     for field in present:
         if len(field.leaves) > 1:
             inputs = _table(f"{field.name}:", "", "dtype", "shape", "device", "at most")
             for leaf in field.leaves:
                 name = leaf.path.removeprefix(f"{field.name}.")
                 inputs.add_row(f"  {name}", "", *_leaf_cells(plan, leaf))
-            out.print(inputs)
+            print_table(inputs, out)
 
 
 def _table(*headings: str) -> Table:
@@ -262,18 +256,18 @@ def print_placement(plan: Plan, out: Console) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     numbers, ranges, sizes = _placement_columns(plan)
     for heading in numbers:
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for heading in ranges:
-        table.add_column(heading)
+        table.add_column(heading, no_wrap=True)
     for heading in sizes:
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for share in plan.devices:
         table.add_row(
             *(str(getattr(share, name)) for name in numbers.values()),
             *(_ends(getattr(share, name)) for name in ranges.values()),
             *(human_bytes(getattr(share, name)) for name in sizes.values()),
         )
-    out.print(table)
+    print_table(table, out)
     items = plan.weights
     out.print(f"weights: {human_bytes(items.checkpoint)} of the checkpoint, each tensor once")
     for kind, extra in items.replicated.items():
@@ -303,7 +297,7 @@ def print_settings(settings: Mapping[str, Setting], out: Console) -> None:
                 value = json.dumps(value, ensure_ascii=False)
             shown = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
             table.add_row(key, shown, str(setting.origin))
-    out.print(table)
+    print_table(table, out)
 
 
 def _capacity_line(plan: Plan, capacity: Capacity) -> str:

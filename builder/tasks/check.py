@@ -19,6 +19,7 @@ from builder.resolve import Plan, resolve
 from builder.schema import CheckTask, ModelConfig
 from builder.sources import fetch
 from builder.steps import FailedJob, Job
+from builder.tables import print_table
 from builder.words import check_choices
 from models.checkpoints import Checkpoint, open_checkpoint
 from models.errors import ConfigError
@@ -129,4 +130,4 @@ def _print(job: Job, checked: list[_Checked]) -> None:
         else:
             most = human_bytes(max(share.total for share in one.plan.devices))
             table.add_row(one.deployment, one.model, "ok", most, ", ".join(one.fields))
-    job.out.print(table)
+    print_table(table, job.out)

@@ -12,6 +12,7 @@ from builder.report import human_bytes, summary_table, type_json
 from builder.resolve import Plan
 from builder.schema import DeviceKind
 from builder.steps import Job
+from builder.tables import print_table
 from builder.virtual import compile_virtual
 from models.placement import stage_role
 
@@ -60,13 +61,13 @@ def _compile_for_target(job: Job, folder: Path) -> None:
         assert taken == [type_json(leaf.type) for leaf in stage.contract.leaves]
     table = _summary(job, plan, folder, f"not loaded: there is no {arch} here")
     table.add_row("took", f"at most {human_bytes(compiled.peak_bytes)} of memory")
-    job.out.print(table)
+    print_table(table, job.out)
 
 
 def _print_summary(job: Job, compiled: Compiled, folder: Path) -> None:
     table = _summary(job, compiled.registration.plan, folder, "loaded back")
     table.add_row("compile cache", compiled.found)
-    job.out.print(table)
+    print_table(table, job.out)
 
 
 def _summary(job: Job, plan: Plan, folder: Path, loaded: str) -> Table:

@@ -15,6 +15,7 @@ from builder.report import as_json, contract_json, human_bytes
 from builder.resolve import Plan, resolve
 from builder.schema import DiffTask
 from builder.steps import Job
+from builder.tables import print_table
 from builder.words import check_choices
 from models.errors import ConfigError
 
@@ -135,7 +136,7 @@ def _print(job: Job, title: str, differences: list[Difference], names: Mapping[s
         table.add_row(str(what), *shown)
     if not differences:
         table.add_row("the same", "", "")
-    job.out.print(table)
+    print_table(table, job.out)
 
 
 def _shown(title: str, value: Any) -> str:

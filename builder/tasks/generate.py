@@ -13,6 +13,7 @@ from builder.resolve import Plan
 from builder.sampling import Sampler, check_sampling
 from builder.schema import GenerateTask
 from builder.steps import Job, SomeRefused
+from builder.tables import print_table
 from builder.tokenizer import TextTokenizer, load_tokenizer, stop_ids
 from models.errors import ConfigError
 
@@ -213,4 +214,4 @@ def _print_summary(job: Job, plan: Plan, compiled: Compiled, metrics: dict[str, 
         + (f", {rate:.1f} tokens/s" if rate else "")
         + (f", {metrics['step_ms']:.1f} ms per step" if metrics["step_ms"] else ""),
     )
-    job.out.print(table)
+    print_table(table, job.out)

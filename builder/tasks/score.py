@@ -16,6 +16,7 @@ from builder.sampling import Logits, Sampler, log_softmax
 from builder.schema import Logits as LogitsChoice
 from builder.schema import SamplingConfig, ScoreTask
 from builder.steps import Job
+from builder.tables import print_table
 from builder.tokenizer import load_tokenizer
 from models.errors import ConfigError
 
@@ -122,4 +123,4 @@ def _print(job: Job, scores: list[dict[str, Any]]) -> None:
             f"{score['logprob']:.3f}",
             "" if perplexity is None else f"{perplexity:.2f}",
         )
-    job.out.print(table)
+    print_table(table, job.out)

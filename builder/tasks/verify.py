@@ -21,6 +21,7 @@ from builder.schema import (
     VerifyTask,
 )
 from builder.steps import FailedJob, Job
+from builder.tables import print_table
 from builder.tokenizer import load_tokenizer
 from models.errors import ConfigError
 
@@ -122,7 +123,7 @@ def run(job: Job) -> None:
         ("greedy tokens", "equal" if unequal is None else f"differ, first at {_place(unequal)}"),
     ):
         table.add_row(name, text)
-    job.out.print(table)
+    print_table(table, job.out)
     if not passed:
         problems = []
         if largest > tolerance:
