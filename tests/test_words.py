@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -147,6 +149,24 @@ ON_THE_LINE = {
 }
 
 
+# The names of what differs, on the page.
+ANY = re.compile("ENTRY|FILE|GROUP|KEY|NAME|OPTION|PATH|REASON|VALUES?|WHAT|WORD")
+
+
+@cache
+def messages_of_the_page() -> list[re.Pattern[str]]:
+    page = (Path(__file__).parent.parent / "docs" / "errors.md").read_text()
+    composing = page.partition("## Composing")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*) \| ", composing, re.M)
+    told = [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
+    return [re.compile(ANY.sub(".+", re.escape(message))) for message in told]
+
+
+def is_on_the_page(problem: str) -> bool:
+    """Whether docs/errors.md tells a mistake, given without its place and its remedy."""
+    return any(message.match(problem) for message in messages_of_the_page())
+
+
 def told(*words: str, own: str | None = None) -> str:
     """The mistake, as the command words it."""
     with pytest.raises(ConfigError) as caught:
@@ -160,8 +180,9 @@ def test_mistake_on_the_command_line_is_one_line(word: str) -> None:
     problem, remedy = ON_THE_LINE[word]
     message = told(word)
     assert message.startswith(problem)
-    _, place, after = message.partition(" (on the command line)")
+    whole, place, after = message.partition(" (on the command line)")
     assert place
+    assert is_on_the_page(whole)
     assert after.startswith(f"; {remedy}" if remedy else "")
     assert remedy or not after
 
@@ -262,7 +283,9 @@ def test_mistake_in_a_file_is_one_line_that_names_its_line(
     own = own_file(tmp_path, contents)
     monkeypatch.chdir(tmp_path)
     message = told("deployment=mine", own=own)
-    assert message.startswith(f"my_conf/deployment/mine.yaml:{line}: {problem}")
+    place = f"my_conf/deployment/mine.yaml:{line}: "
+    assert message.startswith(f"{place}{problem}")
+    assert is_on_the_page(message.removeprefix(place))
     assert remedy in message
 
 
