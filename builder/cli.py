@@ -95,16 +95,11 @@ def main() -> None:
     Exit status 0; 1 where a task's answer is no; 2 for a user's mistake; 130 when interrupted.
     """
     verbose = bool({"-v", "--verbose"} & set(sys.argv[1:]))
-    words = [word for word in sys.argv[1:] if word not in ("-v", "--verbose")]
+    sys.argv[1:] = [word for word in sys.argv[1:] if word not in ("-v", "--verbose")]
     verbose = verbose or "HYDRA_FULL_ERROR" in os.environ
     # So that Hydra hands every error to us, to be worded in one way.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     register_schema()
-    if {"-h", "--help"} & set(words):
-        # Hydra's would show what is stored as choices too.
-        asked = [word for word in sys.argv[1:] if word not in ("-h", "--help")]
-        print(help_page(command_request(asked)))
-        return
     command = _Command(verbose)
     status = _launched(command, verbose)
     sweep = begun_sweep()
@@ -131,7 +126,12 @@ def _launched(command: _Command, verbose: bool) -> int:
         0; 1 where a launcher or a sweeper failed, 2 where nothing began, 130 when interrupted.
     """
     try:
+        words = sys.argv[1:]
         sys.argv[1:] = options_first(words)
+        if {"-h", "--help"} & set(words):
+            # Hydra's would show what is stored for composing among the choices.
+            print(help_page(command_request(sys.argv[1:])))
+            return 0
         check_hydra_words(words)
         hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="config")(
             command
