@@ -33,7 +33,7 @@ def options_first(words: Sequence[str]) -> list[str]:
     options: list[str] = []
     overrides: list[str] = []
     before = ""
-    for word, after in zip(words, [*words[1:], ""], strict=True):
+    for word, after in zip(words, [*words, ""][1:], strict=True):
         is_value = before in _WITH_VALUE or (before in _MAY_HAVE_VALUE and _is_choice(word))
         if word in _MAY_HAVE_VALUE and not _is_choice(after):
             # Without a value of its own, it would take the override that comes next.

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from builder.job import JobFolder, exit_status, read_json
 from builder.processes import is_alive
+from builder.tables import print_table
 
 NOT_RUN = "not run"
 """The status of a job that a sweep has and did not begin."""
@@ -304,7 +305,7 @@ def print_rows(rows: Sequence[JobRow], out: Console) -> None:
         style = "" if row.status == "ok" else "red"
         choices = (row.model, row.deployment, row.task)
         table.add_row(row.job, *choices, row.status, _result(row), style=style)
-    out.print(table)
+    print_table(table, out)
     counts = ", ".join(f"{count} {status}" for status, count in count_by_status(rows).items())
     out.print(f"{len(rows)} jobs: {counts}")
 
