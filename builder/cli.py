@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any
 
 _STARTED = time.perf_counter()
@@ -34,7 +36,7 @@ from builder.shared import Shared  # noqa: E402
 from builder.summary import print_rows  # noqa: E402
 from builder.sweep import RELAUNCHED, Sweep, begun_sweep, run_in_sweep  # noqa: E402
 from builder.tables import console  # noqa: E402
-from builder.words import check_hydra_words, explain  # noqa: E402
+from builder.words import MISTAKES, check_hydra_words, explain  # noqa: E402
 from models.errors import ConfigError  # noqa: E402
 
 gc.freeze()
@@ -84,6 +86,8 @@ class _Command:
             print(ended.trace, file=sys.stderr, end="")
         if ended.status != "ok" and not ended.is_defect:
             print(ended.told, file=sys.stderr, flush=True)
+        if ended.stops:
+            raise InterruptedJob
         self.ended = ended
         self._began = time.perf_counter()
         return ended.objective
@@ -100,6 +104,8 @@ def main() -> None:
     # So that Hydra hands every error to us, to be worded in one way.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     register_schema()
+    # Outside a job, which has a handler of its own, it ends a sweep as Ctrl-C does.
+    signal.signal(signal.SIGTERM, _stop)
     command = _Command(verbose)
     status = _launched(command, verbose)
     sweep = begun_sweep()
@@ -117,6 +123,10 @@ def main() -> None:
     elif command.ended is not None:
         status = command.ended.exit_status
     sys.exit(status)
+
+
+def _stop(_number: int, _frame: FrameType | None) -> None:
+    raise InterruptedJob
 
 
 def _launched(command: _Command, verbose: bool) -> int:
@@ -146,11 +156,12 @@ def _launched(command: _Command, verbose: bool) -> int:
         began = command.ended is not None or (sweep is not None and sweep.has_begun)
         if verbose:
             traceback.print_exc()
-        if not (began or isinstance(error, ConfigError)):
+        if isinstance(error, MISTAKES) or not (began or isinstance(error, ConfigError)):
             error = explain(error, command_request(sys.argv[1:]))
-        name = f"{type(error).__name__}: " if began else ""
+        is_mistake = isinstance(error, ConfigError)
+        name = "" if is_mistake else f"{type(error).__name__}: "
         print(f"error: {name}{error}", file=sys.stderr)
-        return 1 if began else 2
+        return 2 if is_mistake else 1
     return 0
 
 

@@ -87,6 +87,11 @@ class JobFolder:
             "".join(map(_json, objects)),
         )
 
+    def clear(self) -> None:
+        """Removes what a job wrote."""
+        for name in self.RESULTS:
+            (self.path / name).unlink(missing_ok=True)
+
     def begin(self, job: Mapping[str, Any], process: Mapping[str, Any]) -> None:
         """Says that a job has begun; a folder that is used again keeps nothing of the job before.
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
@@ -46,6 +47,9 @@ class Ended:
     is_defect: bool = False
     """Whether the fault is ours."""
 
+    stops: bool = False
+    """Whether the command was asked to stop, though the job came to its end."""
+
     objective: float | None = None
     """The figure that a search maximises; ``None`` where the task has none."""
 
@@ -75,7 +79,17 @@ def job_facts(hydra: HydraConf) -> dict[str, Any]:
         "num": None if OmegaConf.is_missing(hydra.job, "num") else hydra.job.num,
         **{group: str(chosen[group]) for group in GROUPS},
         "overrides": [word for word in words if word.partition("=")[0] not in GROUPS],
+        "sweep": None if hydra.mode is RunMode.RUN else str(sweep_folder(hydra)),
     }
+
+
+def sweep_folder(hydra: HydraConf) -> Path:
+    """The folder of the sweep that is composed, whatever folder the job is in.
+
+    Args:
+        hydra: Hydra's own configuration.
+    """
+    return Path(hydra.runtime.cwd, hydra.sweep.dir).expanduser()
 
 
 def run_job(composed: DictConfig, began: float, shared: Shared) -> Ended:
@@ -117,7 +131,7 @@ def _run(
             return Ended(status="interrupted")
         except FailedJob as error:
             folder.write_status("failed", str(error), **_facts(job))
-            return _ended("failed", error)
+            return replace(_ended("failed", error), stops=interrupts.requested)
         except ConfigError as error:
             if interrupts.requested:
                 # What could not be fetched because the download was stopped too.
@@ -133,7 +147,7 @@ def _run(
             folder.write_status("error", text, is_defect=True, **_facts(job))
             return Ended(status="error", error=text, trace=traceback.format_exc(), is_defect=True)
         folder.write_status("ok", **_facts(job))
-    return Ended(status="ok", objective=objective)
+        return Ended(status="ok", objective=objective, stops=interrupts.requested)
 
 
 def _facts(job: Job | None) -> Mapping[str, Any]:

@@ -14,13 +14,22 @@ def process_facts() -> dict[str, Any]:
     return {"host": socket.gethostname(), "pid": os.getpid(), "began": _began(os.getpid())}
 
 
+def is_here(process: Mapping[str, Any]) -> bool:
+    """Whether a process is, or was, of this host.
+
+    Args:
+        process: What ``process_facts`` said in it.
+    """
+    return bool(process["host"] == socket.gethostname())
+
+
 def is_alive(process: Mapping[str, Any]) -> bool:
     """Whether a process is there; one of another host is thought to be.
 
     Args:
         process: What ``process_facts`` said in it.
     """
-    if process["host"] != socket.gethostname():
+    if not is_here(process):
         return True
     return _began(process["pid"]) == process["began"] is not None
 

@@ -8,6 +8,7 @@ import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,12 @@ RUNNING = "running"
 KILLED = "killed"
 """The status of a job whose process is gone and has not said how it ended."""
 
+
+ENDS = ("ok", "failed", "error", "interrupted", KILLED)
+"""What status.json says."""
+
+UNREADABLE = "unreadable"
+"""The status of a job whose files are damaged, or are not ours."""
 
 REPORTS = ("report",)
 """Tasks about other jobs, which have no row."""
@@ -120,26 +127,32 @@ class JobRow:
         return (min(found), statistics.median(found), max(found)) if found else None
 
 
-def read_rows(folder: Path, listed: Sequence[Mapping[str, Any]] = ()) -> list[JobRow]:
+def read_rows(
+    folder: Path, listed: Sequence[Mapping[str, Any]] = (), sweep: str | None = None
+) -> list[JobRow]:
     """Reads every job at or below a folder, in the order of their numbers.
 
     Args:
         folder: The folder of a sweep, or one with many runs.
         listed: The facts of jobs that the sweep has, whether they began or not.
+        sweep: The sweep whose jobs alone are read; by default all.
     """
-    found = {}
-    for name in (JobFolder.BEGUN, JobFolder.STATUS):
-        for file in folder.rglob(name):
-            # A job that ends meanwhile has its status now.
-            facts = read_json(file)
-            if facts is not None:
-                found[file.parent] = facts
-    rows = [
-        _read(folder, path, status)
-        for path, status in found.items()
-        if status.get("job", {}).get("task") not in REPORTS
-    ]
-    begun = {status["job"]["num"] for status in found.values() if "job" in status}
+    rows: list[tuple[int, JobRow]] = []
+    begun = set()
+    for path, file in job_files(folder).items():
+        try:
+            number, row, own = _read_file(folder, file, file.stat().st_mtime_ns)
+        except FileNotFoundError:
+            # Its job ended meanwhile, and has its status now.
+            number, row, own = _read_file(folder, path / JobFolder.STATUS, 0)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            number, own = 0, sweep
+            where = str(path.relative_to(folder))
+            problem = f"{file.name}, or a file beside it: {type(error).__name__}: {error}"
+            row = JobRow(job=where, status=UNREADABLE, error=problem, **_choices({}))
+        if row.task not in REPORTS and sweep in (None, own):
+            rows.append((number, row))
+            begun.add(number)
     rows += [
         (facts["num"], JobRow(job=str(facts["num"]), status=NOT_RUN, **_choices(facts)))
         for facts in listed
@@ -148,10 +161,36 @@ def read_rows(folder: Path, listed: Sequence[Mapping[str, Any]] = ()) -> list[Jo
     return [row for _, row in sorted(rows, key=lambda pair: (pair[0], pair[1].job))]
 
 
-def _read(folder: Path, path: Path, status: Mapping[str, Any]) -> tuple[int, JobRow]:
+def job_files(folder: Path) -> dict[Path, Path]:
+    """The folder of every job at or below a folder, with the file that says how far it is.
+
+    Args:
+        folder: The folder.
+    """
+    names = (JobFolder.BEGUN, JobFolder.STATUS)
+    return {file.parent: file for name in names for file in folder.rglob(name)}
+
+
+def _read_file(folder: Path, file: Path, changed: int) -> tuple[int, JobRow, str | None]:
+    if file.name == JobFolder.STATUS:
+        return _read_ended(folder, file, changed)
+    return _read(folder, file)
+
+
+@lru_cache(maxsize=512)
+def _read_ended(folder: Path, file: Path, _changed: int) -> tuple[int, JobRow, str | None]:
+    # A summary is rebuilt after each job, and those before it stay as they are.
+    return _read(folder, file)
+
+
+def _read(folder: Path, file: Path) -> tuple[int, JobRow, str | None]:
+    path = file.parent
+    status = json.loads(file.read_text(encoding="utf-8"))
     facts = status.get("job", {})
     ended = status.get("status")
     error = status.get("error")
+    if ended is not None and ended not in ENDS:
+        raise ValueError(f"{ended!r} is no end of a job")
     if ended is None:
         ended = RUNNING if is_alive(status["process"]) else KILLED
         error = None if ended == RUNNING else ENDED_SILENTLY
@@ -169,7 +208,9 @@ def _read(folder: Path, path: Path, status: Mapping[str, Any]) -> tuple[int, Job
         scores=tuple(_lines(path / "scores.jsonl")),
         **_choices(facts),
     )
-    return facts.get("num") or 0, row
+    # Also what is looked up later has to be there.
+    cells(row)
+    return facts.get("num") or 0, row, facts.get("sweep")
 
 
 def _choices(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -312,9 +353,10 @@ def print_rows(rows: Sequence[JobRow], out: Console) -> None:
 
 def _result(row: JobRow) -> str:
     if row.error is not None:
-        return _stripped(row.error)[0]
+        return next(iter(_stripped(row.error)), "")
     if row.verify is not None:
-        return f"largest difference {row.verify['max_abs_diff']:.1e}"
+        largest = row.verify.get("max_abs_diff")
+        return "largest difference " + ("not a number" if largest is None else f"{largest:.1e}")
     if row.metrics is not None and row.metrics.get("generated_tok_s"):
         return f"{row.metrics['generated_tok_s']:.1f} tokens/s"
     return f"{len(row.fields)} of 16 fields" if row.plan is not None else ""

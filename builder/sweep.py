@@ -7,25 +7,38 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from builder.job import JobFolder, read_json
-from builder.jobs import GROUPS, Ended, job_facts
-from builder.processes import is_alive, process_facts
-from builder.summary import KILLED, NOT_RUN, JobRow, as_csv, as_markdown, read_rows
+from builder.jobs import GROUPS, Ended, job_facts, sweep_folder
+from builder.processes import is_alive, is_here, process_facts
+from builder.summary import (
+    ENDED_SILENTLY,
+    KILLED,
+    NOT_RUN,
+    JobRow,
+    as_csv,
+    as_markdown,
+    job_files,
+    read_rows,
+)
 from builder.worker import process_worker
 
 LIST = "sweep.json"
 """The jobs that a sweep has, in its folder."""
+
+STOPPED = ".stopped"
+"""There where a sweep was asked to stop: jobs that other processes have yet to begin don't."""
 
 POLL_S = 0.2
 """How often is asked what jobs in other processes do, in seconds."""
@@ -36,8 +49,8 @@ RELAUNCHED = "ROLECALL_RELAUNCHED"
 BEGIN_S = 60.0
 """How long a job in another process may take to begin, in seconds."""
 
-STOP_S = 30.0
-"""How long a job that is asked to stop may take, in seconds."""
+STOP_S = 10.0
+"""How long a job that is asked to stop may take before it is ended, in seconds."""
 
 
 class Sweep:
@@ -45,13 +58,16 @@ class Sweep:
 
     Args:
         folder: The folder.
-        launcher: The class that launches its jobs.
+        launcher: The class that launches its jobs; ``None`` where every run is meant, whatever
+            it belongs to.
     """
 
-    def __init__(self, folder: Path, launcher: str = "") -> None:
+    def __init__(self, folder: Path, launcher: str | None) -> None:
         self.folder = folder
-        self.is_pool = launcher.endswith(".JoblibLauncher")
+        self.is_pool = launcher is not None and launcher.endswith(".JoblibLauncher")
         """Whether its jobs' processes end where one of them does."""
+        self._begins_later = launcher is not None and "submitit" in launcher
+        self._own = None if launcher is None else str(folder)
 
     @property
     def has_begun(self) -> bool:
@@ -63,19 +79,27 @@ class Sweep:
         """How many jobs have not begun."""
         return sum(row.status == NOT_RUN for row in self.rows())
 
+    def is_stopped(self) -> bool:
+        """Whether it was asked to stop."""
+        return (self.folder / STOPPED).is_file()
+
     def begin(self, jobs: list[dict[str, Any]]) -> None:
-        """Lists the jobs.
+        """Lists the jobs; a folder that is used again keeps none of the sweep before.
 
         Args:
             jobs: What is asked for in each.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / STOPPED).unlink(missing_ok=True)
+        if os.environ.get(RELAUNCHED) != str(self.folder):
+            for row in self.rows():
+                JobFolder(self.folder / row.job).clear()
         _write(self.folder / LIST, json.dumps({"jobs": jobs}, ensure_ascii=False, indent=1) + "\n")
 
     def rows(self) -> list[JobRow]:
         """Every job, also those that did not begin."""
         listed = read_json(self.folder / LIST) or {"jobs": []}
-        return read_rows(self.folder, listed["jobs"])
+        return read_rows(self.folder, listed["jobs"], self._own)
 
     def rebuild(self) -> list[JobRow]:
         """Writes summary.csv, summary.md and report.html anew, from the jobs' files."""
@@ -98,29 +122,44 @@ class Sweep:
             stop: Whether they are asked to stop.
         """
         process_worker().close()
+        if stop:
+            (self.folder / STOPPED).touch()
         self._wait(STOP_S if stop else None, stop=stop)
-        for row in self.rows():
-            folder = self.folder / row.job
-            if (folder / JobFolder.BEGUN).is_file():
-                ended = ("interrupted", None) if stop else (KILLED, row.error)
-                JobFolder.left_behind(folder).write_status(*ended)
+        for path, process in self._begun().items():
+            if stop and is_here(process) and _is_elsewhere(process):
+                os.kill(process["pid"], signal.SIGKILL)
+            if is_here(process):
+                ended = ("interrupted", None) if stop else (KILLED, ENDED_SILENTLY)
+                JobFolder.left_behind(path).write_status(*ended)
         return self.rebuild()
+
+    def _begun(self) -> dict[Path, dict[str, Any]]:
+        """The folders of this sweep's jobs that have not ended, and their processes."""
+        found = {}
+        for path, file in job_files(self.folder).items():
+            facts = read_json(file) if file.name == JobFolder.BEGUN else None
+            if facts is not None and facts["job"]["sweep"] == self._own:
+                found[path] = facts["process"]
+        return found
 
     def _wait(self, limit: float | None, *, stop: bool) -> None:
         began = time.monotonic()
         asked: set[int] = set()
         while limit is None or time.monotonic() - began < limit:
-            begun = map(read_json, self.folder.rglob(JobFolder.BEGUN))
-            running = [facts["process"] for facts in begun if facts and is_alive(facts["process"])]
-            late = [row for row in self.rows() if row.status == NOT_RUN]
-            given_up = stop or self.is_pool or time.monotonic() - began > BEGIN_S
-            if not running and (given_up or not late):
+            running = list(filter(_is_elsewhere, self._begun().values()))
+            waits = self._begins_later and not stop and time.monotonic() - began < BEGIN_S
+            if not running and not (waits and self.num_not_run):
                 return
             for process in running:
-                if stop and process["pid"] not in asked:
+                if stop and is_here(process) and process["pid"] not in asked:
                     os.kill(process["pid"], signal.SIGTERM)
                     asked.add(process["pid"])
             time.sleep(POLL_S)
+
+
+def _is_elsewhere(process: Mapping[str, Any]) -> bool:
+    """Whether a job is run by another process; what this one began is over."""
+    return process != process_facts() and is_alive(process)
 
 
 def run_in_sweep(composed: DictConfig, began: float) -> Ended:
@@ -131,7 +170,7 @@ def run_in_sweep(composed: DictConfig, began: float) -> Ended:
         began: When composing it began, by ``time.perf_counter``.
     """
     hydra = HydraConfig.get()
-    sweep = Sweep(Path(hydra.sweep.dir))
+    sweep = Sweep(sweep_folder(hydra), hydra.launcher._target_)
     folder = JobFolder(Path(hydra.runtime.output_dir))
     if os.environ.get(RELAUNCHED) == str(sweep.folder) and folder.has_status:
         # What became of it was told.
@@ -140,7 +179,10 @@ def run_in_sweep(composed: DictConfig, began: float) -> Ended:
     # It starts every job at once.
     starts_all = hydra.launcher._target_.endswith(".LocalLauncher")
     with _turn(sweep.folder) if starts_all else nullcontext():
-        ended = process_worker().run(composed, began)
+        if sweep.is_stopped():
+            folder.clear()
+            return Ended(status="interrupted")
+        ended = process_worker().run(composed, began, sweep.is_stopped)
     sweep.rebuild()
     return ended
 
@@ -200,7 +242,7 @@ class SweepCallback(Callback):
         Args:
             config: The sweep's configuration.
         """
-        sweep = Sweep(Path(config.hydra.sweep.dir), config.hydra.launcher._target_)
+        sweep = Sweep(sweep_folder(config.hydra), config.hydra.launcher._target_)
         sweep.begin(_product(config.hydra))
         _begun.append(sweep)
 
@@ -210,7 +252,11 @@ def _product(hydra: DictConfig) -> list[dict[str, Any]]:
     if not hydra.sweeper._target_.endswith(".BasicSweeper"):
         return []
     params = [f"{key}={value}" for key, value in (hydra.sweeper.params or {}).items()]
-    overrides = OverridesParser.create().parse_overrides([*params, *hydra.overrides.task])
+    loader = GlobalHydra.instance().config_loader()
+    # As they were written: what looks like an interpolation may be a prompt.
+    words = OmegaConf.to_container(hydra.overrides.task)
+    assert isinstance(words, list)
+    overrides = OverridesParser.create(loader).parse_overrides([*params, *map(str, words)])
     (jobs,) = BasicSweeper.split_arguments(overrides, None)
     return [
         {

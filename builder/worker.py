@@ -13,9 +13,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -32,7 +32,7 @@ from hydra.core.utils import setup_globals
 from omegaconf import DictConfig, OmegaConf
 
 from builder.compose import register_schema
-from builder.job import JobFolder
+from builder.job import JobFolder, read_json
 from builder.jobs import Ended, job_facts, run_job
 from builder.shared import Shared
 from builder.summary import ENDED_SILENTLY, KILLED
@@ -68,12 +68,13 @@ class Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
 
-    def run(self, composed: DictConfig, began: float) -> Ended:
+    def run(self, composed: DictConfig, began: float, is_stopped: Callable[[], bool]) -> Ended:
         """Runs one job.
 
         Args:
             composed: Its configuration.
             began: When composing it began, by ``time.perf_counter``.
+            is_stopped: Whether another process asked it to stop.
         """
         process, connection = self._started()
         order = _Order(
@@ -83,13 +84,13 @@ class Worker:
             Path.cwd(),
             time.perf_counter() - began,
         )
-        with _forwarding(process.pid):
+        with _forwarding(process) as asked:
             try:
                 connection.send(order)
                 ended: Ended = connection.recv()
             except (EOFError, OSError):
-                ended = self._lost(process)
-        return ended
+                ended = self._lost(process, stopped=bool(asked) or is_stopped())
+        return replace(ended, stops=bool(asked))
 
     def close(self) -> None:
         """Ends the process."""
@@ -115,13 +116,14 @@ class Worker:
             self._connection = ours
         return self._process, self._connection
 
-    def _lost(self, process: subprocess.Popen[bytes]) -> Ended:
+    def _lost(self, process: subprocess.Popen[bytes], *, stopped: bool) -> Ended:
         status = process.wait()
         self.close()
         hydra = HydraConfig.get()
         folder = JobFolder.left_behind(Path(hydra.runtime.output_dir), job_facts(hydra))
-        if folder.has_status:
-            # It was asked to stop inside a call that can't be interrupted.
+        if stopped:
+            # Before it began, or inside a call that can't be interrupted.
+            folder.write_status("interrupted")
             return Ended(status="interrupted")
         how = f"status {status}" if status >= 0 else signal.Signals(-status).name
         folder.write_status(KILLED, ENDED_SILENTLY, process_ended_with=how)
@@ -135,20 +137,30 @@ def process_worker() -> Worker:
 
 
 @contextmanager
-def _forwarding(pid: int) -> Iterator[None]:
-    """Passes SIGINT and SIGTERM on to a process, which ends its job and says so."""
+def _forwarding(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+    """Passes SIGINT and SIGTERM on to a process, which ends its job and says so.
+
+    Yields:
+        The signals that came.
+    """
+    asked: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield asked
         return
+    begun = Path(HydraConfig.get().runtime.output_dir) / JobFolder.BEGUN
 
     def forward(number: int, _frame: FrameType | None) -> None:
-        os.kill(pid, number)
+        asked.append(number)
+        facts = read_json(begun)
+        # Until it has begun the job it handles no signal.
+        runs = facts is not None and facts["process"]["pid"] == process.pid
+        process.send_signal(number if runs else signal.SIGKILL)
 
     previous = {
         number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
-        yield
+        yield asked
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -175,6 +187,7 @@ def _plain(hydra: HydraConf) -> dict[str, Any]:
     """What a job asks Hydra for, as plain values."""
     return {
         "mode": hydra.mode,
+        "sweep": {"dir": hydra.sweep.dir},
         "job": {"name": hydra.job.name, "num": hydra.job.num, "config_name": hydra.job.config_name},
         "runtime": OmegaConf.to_container(hydra.runtime, resolve=True),
         # As they were written: what looks like an interpolation may be a prompt.

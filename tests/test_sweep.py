@@ -19,6 +19,7 @@ from test_command import PROCESS_LIMIT, rolecall
 
 from builder.job import JobFolder, read_json
 from builder.processes import is_alive, process_facts
+from builder.summary import as_markdown, read_rows
 
 LAUNCHERS = {
     "basic": (),
@@ -229,3 +230,81 @@ def test_search_finds_a_deployment_within_the_memory(tmp_path: Path) -> None:
     assert all("memory_gib allows 0.0" in row["error"] for row in refused)
     speeds = [float(row["generated_tok_s"]) for row in found if row["status"] == "ok"]
     assert f"best_value: {max(speeds)}" in best
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("launcher", ["basic", "submitit_local"])
+def test_a_sweep_that_is_stopped_at_once_begins_no_other_job(
+    conf: Path, tmp_path: Path, launcher: str, number: signal.Signals
+) -> None:
+    folder = tmp_path / "sweep"
+    choices = ("model=mine", "deployment=endless,cpu,tp2,dp2")
+    with sweep(conf, folder, *choices, *LAUNCHERS[launcher]) as process:
+        waited = time.monotonic()
+        while not (folder / "0" / JobFolder.BEGUN).is_file():
+            assert time.monotonic() - waited < PROCESS_LIMIT
+            time.sleep(0.01)
+        process.send_signal(number)
+        assert process.wait(PROCESS_LIMIT) == 130
+    found = [row["status"] for row in rows(folder)]
+    assert found[0] == "interrupted"
+    if launcher == "basic":
+        assert found[1:] == ["not run"] * 3
+    assert "Traceback" not in said(folder).read_text()
+    time.sleep(3)
+    rolecall(tmp_path, "task=report", f"task.folder={folder}")
+    assert [row["status"] for row in rows(folder)] == found
+
+
+def test_a_folder_used_again_has_the_jobs_of_its_last_sweep_alone(
+    conf: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "sweep"
+    other = folder / "other" / JobFolder.BEGUN
+    other.parent.mkdir(parents=True)
+    other.write_text(json.dumps({"job": {"num": 0, "sweep": None}, "process": process_facts()}))
+    with sweep(conf, folder, "model=mine", "deployment=cpu,thirds,tp2") as process:
+        assert process.wait(PROCESS_LIMIT) == 2
+    with sweep(conf, folder, "model=mine", "deployment=tp2,cpu", "hydra.job.chdir=true") as process:
+        assert process.wait(PROCESS_LIMIT) == 0
+    found = [(row["job"], row["deployment"], row["status"]) for row in rows(folder)]
+    assert found == [("0", "tp2", "ok"), ("1", "cpu", "ok")]
+    # Another run is no job of the sweep, and is left alone.
+    assert other.is_file()
+
+
+@pytest.mark.parametrize(
+    ("file", "contents"),
+    [
+        ("status.json", b'{"status": "o'),
+        ("status.json", b"[]"),
+        ("status.json", b'{"status": "well"}'),
+        ("status.json", b"\xff\xfe"),
+        ("job.json", b'{"job": {}, "process": {}}'),
+        ("plan.json", b"{}"),
+        ("generations.jsonl", b'{"prompt'),
+    ],
+)
+def test_a_run_whose_files_are_damaged_has_a_row(
+    tmp_path: Path, file: str, contents: bytes
+) -> None:
+    run = tmp_path / "run"
+    (run / "status.json").parent.mkdir()
+    if file != "job.json":
+        (run / "status.json").write_text('{"status": "ok", "error": null}')
+    (run / file).write_bytes(contents)
+    (row,) = read_rows(tmp_path)
+    assert row.status == "unreadable"
+    assert row.error is not None
+    (tmp_path / "summary.md").write_text(as_markdown([row]))
+
+
+def test_what_looks_like_an_interpolation_may_be_a_prompt(tmp_path: Path) -> None:
+    done = rolecall(
+        tmp_path,
+        *("-m", f"hydra.sweep.dir={tmp_path / 'sweep'}", "task=generate", "model=tiny_llama"),
+        *("deployment=cpu,tp2", "task.prompts=['${b}']"),
+        status=2,
+    )
+    assert "UserWarning" not in done.stderr
+    assert "2 jobs: 2 error" in done.stdout

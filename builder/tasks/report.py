@@ -19,7 +19,7 @@ def run(job: Job) -> None:
     """
     task = job.config.task
     assert isinstance(task, ReportTask)
-    sweep = Sweep(Path(task.folder).expanduser())
+    sweep = Sweep(Path(task.folder).expanduser(), None)
     if not sweep.rows():
         raise ConfigError(
             f"task.folder: {task.folder} has no job in it or below\n  what works: the folder of a "
