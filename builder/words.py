@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import yaml
 from hydra.errors import (
@@ -44,6 +45,13 @@ def explain(error: BaseException, request: Request) -> CompositionError:
     """
     if isinstance(error, CompositionError):
         return error
+    try:
+        return _explain(error, request)
+    except Exception:  # noqa: BLE001 - what finds no words must not hide the mistake
+        return _other(error, request)
+
+
+def _explain(error: BaseException, request: Request) -> CompositionError:
     causes = _causes(error)
     for word in request.overrides:
         if word.startswith("="):
@@ -51,6 +59,10 @@ def explain(error: BaseException, request: Request) -> CompositionError:
     for cause in causes:
         if isinstance(cause, yaml.MarkedYAMLError):
             return _not_yaml(cause, request)
+        if isinstance(cause, yaml.reader.ReaderError):
+            return _unprintable(cause, request)
+        if isinstance(cause, UnicodeDecodeError):
+            return _not_utf8(request) or _other(error, request)
         if isinstance(cause, MissingConfigException) and cause.missing_cfg_file is not None:
             return _no_choice(cause.missing_cfg_file, request)
         if isinstance(cause, OverrideParseException):
@@ -119,6 +131,23 @@ def _not_yaml(error: yaml.MarkedYAMLError, request: Request) -> CompositionError
         remedy = "indent with spaces, not with tabs"
     told = ", ".join(filter(None, (error.context, problem)))
     return mistake(origin, f"not valid YAML: {told}", remedy)
+
+
+def _unprintable(error: yaml.reader.ReaderError, request: Request) -> CompositionError:
+    """A control character, which YAML has no place for."""
+    before = Path(error.name).read_text(encoding="utf-8")[: error.position]
+    origin = Origin(file=request.composer.typed(error.name), line=before.count("\n") + 1)
+    return mistake(origin, f"not valid YAML: {str(error).splitlines()[0]}")
+
+
+def _not_utf8(request: Request) -> CompositionError | None:
+    """A file in another encoding: the error names none."""
+    for file in request.files():
+        line = file.undecodable()
+        if line is not None:
+            origin = Origin(file=file.name, line=line)
+            return mistake(origin, "not UTF-8", "save the file as UTF-8 text")
+    return None
 
 
 def _unreadable(error: BaseException, request: Request) -> CompositionError:

@@ -46,14 +46,27 @@ class YamlFile:
 
     @cached_property
     def root(self) -> yaml.Node | None:
-        """Its contents, marked with lines; ``None`` where it is empty."""
-        loader = yaml.SafeLoader(self.path.read_text(encoding="utf-8"))
+        """Its contents, marked with lines; ``None`` where it is empty or can't be read."""
         try:
-            node = loader.get_single_node()
-            _merge_anchors(loader, node)
-        finally:
-            loader.dispose()
+            loader = yaml.SafeLoader(self.path.read_text(encoding="utf-8"))
+            try:
+                node = loader.get_single_node()
+                _merge_anchors(loader, node)
+            finally:
+                loader.dispose()
+        except (yaml.YAMLError, OSError, UnicodeDecodeError, RecursionError):
+            # Composing has told it, or has no need of the file.
+            return None
         return node
+
+    def undecodable(self) -> int | None:
+        """The line of the first byte that is not UTF-8, where there is one."""
+        contents = self.path.read_bytes()
+        try:
+            contents.decode("utf-8")
+        except UnicodeDecodeError as error:
+            return contents.count(b"\n", 0, error.start) + 1
+        return None
 
     def settings(self) -> Iterator[tuple[str, yaml.Node, int]]:
         """Each key that it sets, with its value and its line; lists are one value."""

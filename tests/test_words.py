@@ -264,6 +264,7 @@ IN_A_FILE: dict[str, tuple[str, int, str, str]] = {
     "empty": ("", 1, "an empty file, where deployment needs keys", KEYS),
     "list": ("- a\n- b\n", 1, "a list, where deployment needs keys", KEYS),
     "text": ("hello\n", 1, "a text, where deployment needs keys", KEYS),
+    "control character": (f"{MINE}\0: 3\n", 3, "not valid YAML: unacceptable character #x0000", ""),
     "key twice": (f"{MINE}max_length: 3\nmax_length: 4\n", 4, "max_length: a second time", "keep"),
 }
 
@@ -379,6 +380,14 @@ def test_command_tells_the_line_and_exits_with_2(tmp_path: Path, name: str) -> N
         assert read(tmp_path, "status.json")["error"] == message
 
 
+def test_file_that_is_not_utf8_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = own_file(tmp_path, "")
+    (tmp_path / own / "deployment" / "mine.yaml").write_bytes(b"\xff\xfe bad\n")
+    monkeypatch.chdir(tmp_path)
+    message = told("deployment=mine", own=own)
+    assert message == ("my_conf/deployment/mine.yaml:1: not UTF-8; save the file as UTF-8 text")
+
+
 def test_plugin_that_is_not_installed_names_the_extra(tmp_path: Path) -> None:
     without = (
         "import sys; sys.modules['hydra_plugins'] = None; from builder.cli import main; main()"
@@ -405,6 +414,7 @@ def test_check_tells_each_files_mistake_in_its_row(tmp_path: Path) -> None:
     file.write_text(f"{MINE}vision: true\nvision: false\n")
     fine = tmp_path / own / "deployment" / "fine.yaml"
     fine.write_text(MINE)
+    (tmp_path / own / "deployment" / "utf16.yaml").write_bytes(b"name: x\n\xff\xfe bad\n")
     rolecall(tmp_path, "--config-dir", own, "model=tiny_llama", "task=check", status=1)
     rows = read(tmp_path, "check.json")["results"]
     assert [(row["deployment"], row["error"]) for row in rows] == [
@@ -418,5 +428,9 @@ def test_check_tells_each_files_mistake_in_its_row(tmp_path: Path) -> None:
             "twice",
             "my_conf/deployment/twice.yaml:4: vision: a second time in one mapping; "
             "keep one of them",
+        ),
+        (
+            "utf16",
+            "my_conf/deployment/utf16.yaml:2: not UTF-8; save the file as UTF-8 text",
         ),
     ]
