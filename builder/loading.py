@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import resources
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.defaults_list import DefaultsList, create_defaults_list
 from hydra._internal.utils import create_config_search_path, get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
@@ -61,7 +63,8 @@ class Composer:
     ) -> None:
         self._name = config_name
         self._loader = ConfigLoaderImpl(search_path)
-        self._parser = OverridesParser.create()
+        # It finds the choices of a glob.
+        self._parser = OverridesParser.create(config_loader=self._loader)
         # These may add folders.
         folders = [word for word in hydra_overrides if word.startswith("hydra.searchpath=")]
         _, found = self._loader._parse_overrides_and_create_caching_repo(config_name, folders)
@@ -183,6 +186,27 @@ class Request:
 
     overrides: tuple[str, ...]
     """The words."""
+
+    swept: Mapping[str, str] = field(default_factory=dict)
+    """The words that are one value of a sweep, with the sweep as it was typed."""
+
+    def combinations(self) -> Iterator[Request]:
+        """What each job of a sweep is asked, in order; nothing where no word has values to take.
+
+        Raises:
+            HydraException: If a search chooses the values as it goes.
+        """
+        swept: dict[str, str] = {}
+        each: list[list[str]] = []
+        for word in self.overrides:
+            override = self.composer.parse_word(word)
+            each.append([word])
+            if override is not None and override.is_sweep_override():
+                (jobs,) = BasicSweeper.split_arguments([override], None)
+                each[-1] = [one for (one,) in jobs]
+                swept |= dict.fromkeys(each[-1], word)
+        for words in product(*each) if swept else ():
+            yield Request(self.composer, words, swept)
 
     def parsed(self) -> list[Override]:
         """The words that can be read, Hydra's too."""

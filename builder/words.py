@@ -46,9 +46,26 @@ def explain(error: BaseException, request: Request) -> CompositionError:
     if isinstance(error, CompositionError):
         return error
     try:
-        return _explain(error, request)
+        return _of_sweep(error, request) or _explain(error, request)
     except Exception:  # noqa: BLE001 - what finds no words must not hide the mistake
         return _other(error, request)
+
+
+def _of_sweep(error: BaseException, request: Request) -> CompositionError | None:
+    """The mistake of the first job of a sweep that can't be composed."""
+    if "Ambiguous value" in str(error):
+        # Without -m.
+        return None
+    try:
+        for job in request.combinations():
+            try:
+                job.composer.compose(job.overrides)
+            except MISTAKES as mistaken:
+                return _explain(mistaken, job)
+    except HydraException:
+        # A search that chooses as it goes: what is typed has to do.
+        return None
+    return None
 
 
 def _explain(error: BaseException, request: Request) -> CompositionError:

@@ -350,6 +350,15 @@ BY_COMMAND = {
         ["-m", "task=plan", "deployment=tp2,tp22"],
         "deployment=tp22: no such choice (on the command line); did you mean deployment=tp2?",
     ),
+    "a file of a sweep": (
+        ["-m", "task=plan", "--config-dir", "my_conf", "deployment=cpu,mine", "+lora=rank16"],
+        "my_conf/deployment/mine.yaml:3: deployment.max_lenght: unknown key; "
+        "did you mean deployment.max_length?",
+    ),
+    "a word of the second combination": (
+        ["-m", "task=plan,generate", "deployment=cpu,tp22"],
+        "deployment=tp22: no such choice (on the command line); did you mean deployment=tp2?",
+    ),
     "the other deployment": (
         ["task=diff", "task.against=tpp2"],
         "task.against: no such deployment: tpp2 (on the command line); did you mean tp2?",
