@@ -28,6 +28,7 @@ from builder.suggest import (
     key_like,
     known_choices,
     nearest,
+    nested,
     schema_types,
     wanted,
 )
@@ -148,6 +149,12 @@ def _in_file(
         if not isinstance(file.root, yaml.MappingNode):
             kind = "a list" if isinstance(file.root, yaml.SequenceNode) else "a text"
             return _begun_otherwise(file, package, kind)
+        if isinstance(error, ConfigKeyError | ConfigAttributeError):
+            for one, written, value, line in file.dotted():
+                if key == (f"{package}.{one}" if package else one):
+                    origin = Origin(file=file.name, line=line)
+                    remedy = f"nest it: {nested(written, text_of(value))}"
+                    return mistake(origin, f"{key}: a key with dots", remedy)
         # Without a key, it is a mapping that something else stands for.
         full = key or _misfit(file, package) or ""
         found = file.find(full.removeprefix(f"{package}.") if package else full)

@@ -86,9 +86,32 @@ def key_like(key: str, schema: Any) -> str | None:
     prefix = ".".join([*parents, ""])
     beside = list(typing.get_type_hints(schema)) if is_dataclass(schema) else []
     elsewhere = [one for one in schema_types() if one.endswith(f".{unknown}")]
+    if key in elsewhere:
+        return _of_other_tasks(key, schema)
     if nearest(unknown, beside) is None and elsewhere:
         return f"did you mean {' or '.join(elsewhere)}?"
     return did_you_mean(unknown, beside, prefix + "{}") if beside else None
+
+
+def _of_other_tasks(key: str, schema: Any) -> str | None:
+    """Names the tasks that have a key, where the chosen one does not."""
+    ours = [f"task={name}" for name, task in TASKS.items() if task is schema]
+    having = [f"task={name}" for name, task in TASKS.items() if key in dict(_types("task.", task))]
+    verb = "has" if len(having) == 1 else "have"
+    return f"{ours[0]} has no such key, {', '.join(having)} {verb} it" if ours else None
+
+
+def nested(key: str, value: str) -> str:
+    """How a key with dots is written in a file: ``devices: {count: 2}``.
+
+    Args:
+        key: The key, such as ``devices.count``.
+        value: Its value, as it is written.
+    """
+    first, *others = key.split(".")
+    for part in reversed(others):
+        value = f"{{{part}: {value}}}"
+    return f"{first}: {value}"
 
 
 def wanted(key: str) -> str | None:

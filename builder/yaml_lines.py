@@ -74,6 +74,16 @@ class YamlFile:
             pairs = [pair for pair in self.root.value if pair[0].value != "defaults"]
             yield from _leaves("", pairs)
 
+    def dotted(self) -> Iterator[tuple[str, str, yaml.Node, int]]:
+        """Each key that has dots of its own: from the package, as written, its value and line."""
+        waiting = [("", self.root)]
+        while waiting:
+            path, node = waiting.pop()
+            for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+                if "." in str(key.value):
+                    yield f"{path}{key.value}", key.value, value, key.start_mark.line + 1
+                waiting.append((f"{path}{key.value}.", value))
+
     def find(self, key: str) -> tuple[yaml.Node, int] | None:
         """The value of a key and the key's line, where the file has it.
 

@@ -231,6 +231,14 @@ IN_A_FILE: dict[str, tuple[str, int, str, str]] = {
     "own file in the defaults list": ("defaults: [mine]\n", 1, "mine: comes back to this", ""),
     "defaults that are no list": ("name: x\ndefaults: base\n", 2, "defaults: base is no list", ""),
     "no entry of a list": ("defaults: [base, 3]\n", 1, "defaults: 3 is no entry", "[base, /dev"),
+    "key with dots": (
+        f"{MINE}devices.count: 2\n",
+        *(3, "deployment.devices.count: a key with dots", "nest it: devices: {count: 2}"),
+    ),
+    "key with dots below another": (
+        f"{MINE}batch:\n  max.size: 2\n",
+        *(4, "deployment.batch.max.size: a key with dots", "nest it: max: {size: 2}"),
+    ),
     "package": ("# @package deploymnt\nname: mine\n", 1, "deploymnt: unknown key", "deployment?"),
     "type": (f"{MINE}max_length: long\n", 3, "deployment.max_length: long is not a whole", "null"),
     "nested type": (
@@ -358,6 +366,11 @@ BY_COMMAND = {
     "a word of the second combination": (
         ["-m", "task=plan,generate", "deployment=cpu,tp22"],
         "deployment=tp22: no such choice (on the command line); did you mean deployment=tp2?",
+    ),
+    "a key of another task": (
+        ["-m", "task=generate,plan", "task.max_new_tokens=2"],
+        "task.max_new_tokens: unknown key (on the command line); "
+        "task=plan has no such key, task=generate, task=verify have it",
     ),
     "the other deployment": (
         ["task=diff", "task.against=tpp2"],
