@@ -58,6 +58,8 @@ def explain_key(error: OmegaConfBaseException, told: str, request: Request) -> C
     if isinstance(error, GrammarParseError):
         return _unreadable(key, error, request)
     if found := re.match(r"In '([^']+)'", told):
+        if "is not a subclass of" in told and (elsewhere := _elsewhere(found[1], request)):
+            return elsewhere
         file = request.composer.file(found[1])
         if file is not None:
             return _in_file(file, key, error, request)
@@ -171,11 +173,29 @@ def _in_file(
     return mistake(origin, f"{key}: {_first_line(error)}")
 
 
+def _elsewhere(schema: str, request: Request) -> CompositionError | None:
+    """A file whose package is not its group's, so that its schema goes where another is."""
+    group = schema.removeprefix("schema/").partition("/")[0]
+    for default in request.composer.defaults(request.overrides).defaults:
+        path = str(default.config_path)
+        file = request.composer.file(path) if path.startswith(f"{group}/") else None
+        header = None if file is None else file.header()
+        if file is not None and header is not None:
+            text, line = header
+            problem = f"{text}: the keys of this file belong to {group}"
+            return mistake(Origin(file=file.name, line=line), problem, "leave the line out")
+    return None
+
+
 def _misfit(file: YamlFile, package: str) -> str | None:
-    """The key of a file that has keys below it in the schema, and is no mapping."""
-    for key, _, _ in file.settings():
-        full = f"{package}.{key}" if package else key
-        if is_dataclass(schema_types().get(full)):
+    """The key of a file that is no mapping where the schema has one, or one where it has a list."""
+    for full, type_ in schema_types().items():
+        kind = typing.get_origin(type_)
+        if not (is_dataclass(type_) or kind in (dict, list)):
+            continue
+        found = file.find(full.removeprefix(f"{package}.") if package else full)
+        # A list's own mistakes come with the key.
+        if found is not None and isinstance(found[0], yaml.MappingNode) == (kind is list):
             return full
     return None
 
@@ -193,7 +213,11 @@ def _on_the_line(key: str, error: OmegaConfBaseException, request: Request) -> C
     typed, _, value = word.lstrip("+").partition("=")
     if override.is_choice_sweep():
         value = next((one for one in values(override) if f"'{one}'" in str(error)), value)
-    if re.fullmatch(r"\w+", value) and is_dataclass(schema_types().get(key)):
+    if is_dataclass(schema_types().get(key)) and word in request.swept:
+        # The whole sweep is meant to choose.
+        word = request.swept[word]
+        value = word.partition("=")[2]
+    if re.fullmatch(r"\w+(,\w+)*", value) and is_dataclass(schema_types().get(key)):
         meant = choice_like(request.composer, typed, value, known_choices(request))
         if meant is not None:
             problem = f"{word}: a choice of files, written as a value"

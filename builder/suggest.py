@@ -187,8 +187,10 @@ def added(group: str, known: Iterable[str]) -> str:
 
 
 def _choice(composer: Composer, group: str, value: str) -> str:
+    """The choice that is meant, or those of a sweep."""
     choices = composer.choices(group)
-    return value if value in choices else nearest(value, choices) or value
+    each = [one if one in choices else nearest(one, choices) or one for one in value.split(",")]
+    return ",".join(each)
 
 
 def word_like(composer: Composer, word: str, known: Sequence[str]) -> str:

@@ -59,6 +59,13 @@ class YamlFile:
             return None
         return node
 
+    def header(self) -> tuple[str, int] | None:
+        """The comment that names its package, and its line, where it has one."""
+        for number, line in enumerate(self.path.read_text(encoding="utf-8").splitlines(), 1):
+            if re.match(r"#\s*@package\b", line):
+                return line.strip(), number
+        return None
+
     def undecodable(self) -> int | None:
         """The line of the first byte that is not UTF-8, where there is one."""
         contents = self.path.read_bytes()

@@ -239,6 +239,18 @@ IN_A_FILE: dict[str, tuple[str, int, str, str]] = {
         f"{MINE}batch:\n  max.size: 2\n",
         *(4, "deployment.batch.max.size: a key with dots", "nest it: max: {size: 2}"),
     ),
+    "list for names": (
+        f"{MINE}lora:\n  adapters: [x]\n",
+        *(4, "deployment.lora.adapters: [x] is not a mapping of names to texts", ""),
+    ),
+    "keys for a list": (
+        f"{MINE}constants: {{a: 1}}\n",
+        *(3, "deployment.constants: {a: 1} is not a list of texts", ""),
+    ),
+    "package of all": (
+        f"# @package _global_\n{MINE}",
+        *(1, "# @package _global_: the keys of this file belong to deployment", "leave the line"),
+    ),
     "package": ("# @package deploymnt\nname: mine\n", 1, "deploymnt: unknown key", "deployment?"),
     "type": (f"{MINE}max_length: long\n", 3, "deployment.max_length: long is not a whole", "null"),
     "nested type": (
@@ -371,6 +383,11 @@ BY_COMMAND = {
         ["-m", "task=generate,plan", "task.max_new_tokens=2"],
         "task.max_new_tokens: unknown key (on the command line); "
         "task=plan has no such key, task=generate, task=verify have it",
+    ),
+    "a sweep of choices with a dot": (
+        ["-m", "deployment.devices=cpu_x1,cpu_x2"],
+        "deployment.devices=cpu_x1,cpu_x2: a choice of files, written as a value "
+        "(on the command line); did you mean devices@deployment.devices=cpu_x1,cpu_x2?",
     ),
     "the other deployment": (
         ["task=diff", "task.against=tpp2"],
