@@ -12,7 +12,7 @@ from hydra.core.object_type import ObjectType
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from builder.key_words import missing, no_task, unknown_key
+from builder.key_words import empty, missing, no_task, unknown_key
 from builder.loading import HYDRA_STUB, Composer, Request, folders, running_request
 from builder.schema import TASKS, Config, DeploymentConfig, DevicesConfig, ModelConfig
 from builder.words import MISTAKES, explain
@@ -128,6 +128,10 @@ def to_config(composed: DictConfig, request: Request | None = None) -> Config:
     for key, value in (("model", config.model), ("deployment", config.deployment)):
         if value is None:
             raise missing(f"{key}.name", request or running_request())
+    if not config.model.source.strip():
+        # As a path, it would be the folder that the command is started in.
+        takes = "a Hugging Face folder, a .gguf file or a repository's name"
+        raise empty("model.source", takes, request or running_request())
     return config
 
 

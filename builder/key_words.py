@@ -109,6 +109,18 @@ def missing(key: str, request: Request) -> CompositionError:
     return mistake(Origin(), f"{key}: missing, {files[-1].name} leaves it out", remedy)
 
 
+def empty(key: str, takes: str, request: Request) -> CompositionError:
+    """Words an empty text where there has to be one.
+
+    Args:
+        key: The key.
+        takes: What is written for it.
+        request: What was asked.
+    """
+    origin = origins(request).get(key, Origin())
+    return mistake(origin, f"{key}: no value is given", f"it takes {takes}")
+
+
 def no_task(request: Request) -> CompositionError:
     """Words a task that has none of the tasks' schemas.
 

@@ -108,6 +108,7 @@ ON_THE_LINE = {
         "deployment.max_length: no value is given",
         "it takes a whole number, or null",
     ),
+    "model.source=": ("model.source: no value is given", "it takes a Hugging Face folder"),
     "deployment.devices.kind=gpuu": (
         "deployment.devices.kind: gpuu is not one of cpu, gpu, virtual",
         "did you mean gpu?",
