@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -12,6 +13,7 @@ from rich import box
 from rich.table import Table
 
 from builder.compose import choices, compose_again
+from builder.interrupt import InterruptedJob
 from builder.loading import Composer, Request, running_request
 from builder.provenance import with_provenance
 from builder.report import human_bytes
@@ -70,6 +72,7 @@ def run(job: Job) -> None:
     Raises:
         ConfigError: If the task names what does not exist.
         FailedJob: If a deployment is refused.
+        InterruptedJob: If it was asked to stop.
     """
     task = job.config.task
     assert isinstance(task, CheckTask)
@@ -90,11 +93,11 @@ def run(job: Job) -> None:
     others = [word for word in given if not word.lstrip("+~").startswith(own)]
     opened = cache(lambda model: open_checkpoint(fetch(model)))
     with job.step("check"):
-        checked = [
-            _check(composer, name, model, others, opened)
-            for model in models
-            for name in deployments
-        ]
+        checked = []
+        for model, name in product(models, deployments):
+            if job.interrupts.requested:
+                raise InterruptedJob
+            checked.append(_check(composer, name, model, others, opened))
     refused = [one for one in checked if one.plan is None]
     results = [one.as_json() for one in checked]
     job.folder.write_json("check.json", {"pass": not refused, "results": results})
