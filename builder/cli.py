@@ -122,6 +122,9 @@ def main() -> None:
         status = _finished(sweep, status)
     elif command.ended is not None:
         status = command.ended.exit_status
+    elif sweep is not None and status == 0:
+        print("error: the sweep has no job: its choices match nothing", file=sys.stderr)
+        status = 2
     sys.exit(status)
 
 

@@ -308,3 +308,12 @@ def test_what_looks_like_an_interpolation_may_be_a_prompt(tmp_path: Path) -> Non
     )
     assert "UserWarning" not in done.stderr
     assert "2 jobs: 2 error" in done.stdout
+
+
+def test_a_sweep_of_nothing_is_a_mistake(tmp_path: Path) -> None:
+    sweep_dir = f"hydra.sweep.dir={tmp_path / 'sweep'}"
+    words = ("-m", sweep_dir, "task=plan", "model=tiny_llama")
+    done = rolecall(tmp_path, *words, "deployment=glob(nothing*)", status=2)
+    assert done.stderr == "error: the sweep has no job: its choices match nothing\n"
+    done = rolecall(tmp_path, *words, "deployment=glob(cpu_all*)")
+    assert "1 jobs: 1 ok" in done.stdout
