@@ -86,7 +86,8 @@ class _Command:
             print(ended.trace, file=sys.stderr, end="")
         if ended.status != "ok" and not ended.is_defect:
             print(ended.told, file=sys.stderr, flush=True)
-        if ended.stops:
+        if ended.stops and hydra_config.mode is not RunMode.RUN:
+            # A sweep ends; a job alone, such as a server, came to its end.
             raise InterruptedJob
         self.ended = ended
         self._began = time.perf_counter()
@@ -159,7 +160,8 @@ def _launched(command: _Command, verbose: bool) -> int:
         began = command.ended is not None or (sweep is not None and sweep.has_begun)
         if verbose:
             traceback.print_exc()
-        if isinstance(error, MISTAKES) or not (began or isinstance(error, ConfigError)):
+        is_ours = isinstance(error, ConfigError)
+        if not is_ours and (isinstance(error, MISTAKES) or not began):
             error = explain(error, command_request(sys.argv[1:]))
         is_mistake = isinstance(error, ConfigError)
         name = "" if is_mistake else f"{type(error).__name__}: "
