@@ -127,9 +127,7 @@ class JobFolder:
     def _write(self, name: str, text: str) -> None:
         assert name in self.RESULTS, f"{name} is none of a job's files"
         self.path.mkdir(parents=True, exist_ok=True)
-        partial = self.path / f".{name}.partial"
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(self.path / name)
+        write_whole(self.path / name, text)
         self._written.append(name)
 
 
@@ -148,6 +146,18 @@ def exit_status(status: str, is_defect: bool) -> int:
     if status == "ok":
         return 0
     return 2 if status == "error" and not is_defect else 1
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file beside its place and moves it there: nobody reads half of it.
+
+    Args:
+        path: The file.
+        text: Its contents.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
 
 
 def read_json(file: Path) -> dict[str, Any] | None:

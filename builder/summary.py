@@ -264,19 +264,16 @@ ALWAYS = ("job", "model", "deployment", "task", "status", "error")
 """The columns that a table has though no job fills them."""
 
 
-def columns(rows: Sequence[JobRow]) -> list[str]:
-    """The columns that some job fills, in order.
-
-    Args:
-        rows: The jobs.
-    """
+def _table(rows: Sequence[JobRow]) -> tuple[list[str], list[dict[str, Any]]]:
+    """The columns that some job fills, in order, and the cells of each job."""
     every = [cells(row) for row in rows]
     names = list(every[0]) if every else list(ALWAYS)
-    return [
+    filled = [
         name
         for name in names
         if name in ALWAYS or any(cell[name] not in (None, "") for cell in every)
     ]
+    return filled, every
 
 
 def as_csv(rows: Sequence[JobRow]) -> str:
@@ -286,9 +283,10 @@ def as_csv(rows: Sequence[JobRow]) -> str:
         rows: The jobs.
     """
     text = io.StringIO()
-    writer = csv.DictWriter(text, columns(rows), extrasaction="ignore", lineterminator="\n")
+    names, every = _table(rows)
+    writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
-    writer.writerows(map(cells, rows))
+    writer.writerows(every)
     return text.getvalue()
 
 
@@ -298,12 +296,11 @@ def as_markdown(rows: Sequence[JobRow]) -> str:
     Args:
         rows: The jobs.
     """
-    names = columns(rows)
+    names, every = _table(rows)
     lines = [names, ["---"] * len(names)]
-    lines += [[_shown(cells(row)[name]) for name in names] for row in rows]
-    counts = ", ".join(f"{count} {status}" for status, count in count_by_status(rows).items())
+    lines += [[_shown(cell[name]) for name in names] for cell in every]
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    return f"{len(rows)} jobs: {counts}\n\n{table}"
+    return f"{_counted(rows)}\n\n{table}"
 
 
 def count_by_status(rows: Iterable[JobRow]) -> dict[str, int]:
@@ -316,6 +313,11 @@ def count_by_status(rows: Iterable[JobRow]) -> dict[str, int]:
     for row in rows:
         counts[row.status] = counts.get(row.status, 0) + 1
     return counts
+
+
+def _counted(rows: Sequence[JobRow]) -> str:
+    counts = ", ".join(f"{count} {status}" for status, count in count_by_status(rows).items())
+    return f"{len(rows)} jobs: {counts}"
 
 
 def _shown(value: Any) -> str:
@@ -347,8 +349,7 @@ def print_rows(rows: Sequence[JobRow], out: Console) -> None:
         choices = (row.model, row.deployment, row.task)
         table.add_row(row.job, *choices, row.status, _result(row), style=style)
     print_table(table, out)
-    counts = ", ".join(f"{count} {status}" for status, count in count_by_status(rows).items())
-    out.print(f"{len(rows)} jobs: {counts}")
+    out.print(_counted(rows))
 
 
 def _result(row: JobRow) -> str:

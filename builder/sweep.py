@@ -19,7 +19,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from builder.job import JobFolder, read_json
+from builder.job import JobFolder, read_json, write_whole
 from builder.jobs import GROUPS, Ended, job_facts, sweep_folder
 from builder.processes import is_alive, is_here, process_facts
 from builder.summary import (
@@ -94,7 +94,9 @@ class Sweep:
         if os.environ.get(RELAUNCHED) != str(self.folder):
             for row in self.rows():
                 JobFolder(self.folder / row.job).clear()
-        _write(self.folder / LIST, json.dumps({"jobs": jobs}, ensure_ascii=False, indent=1) + "\n")
+        write_whole(
+            self.folder / LIST, json.dumps({"jobs": jobs}, ensure_ascii=False, indent=1) + "\n"
+        )
 
     def rows(self) -> list[JobRow]:
         """Every job, also those that did not begin."""
@@ -108,9 +110,9 @@ class Sweep:
 
         with _locked(self.folder / ".summary.lock"):
             rows = self.rows()
-            _write(self.folder / "summary.csv", as_csv(rows))
-            _write(self.folder / "summary.md", as_markdown(rows))
-            _write(self.folder / "report.html", as_html(rows, self.folder.name))
+            write_whole(self.folder / "summary.csv", as_csv(rows))
+            write_whole(self.folder / "summary.md", as_markdown(rows))
+            write_whole(self.folder / "report.html", as_html(rows, self.folder.name))
         return rows
 
     def finish(self, *, stop: bool) -> list[JobRow]:
@@ -217,12 +219,6 @@ def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 _begun: list[Sweep] = []
