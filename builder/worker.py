@@ -22,12 +22,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
-from hydra._internal.hydra import Hydra
 from hydra.conf import HydraConf
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
 from omegaconf import DictConfig, OmegaConf
 
@@ -170,8 +166,6 @@ def _serve(connection: Connection) -> None:
     """Runs what is ordered until the other side is gone."""
     register_schema()
     setup_globals()
-    # Finds the kinds of sources that configurations come from.
-    Plugins.instance()
     shared = Shared(several=True)
     orders = _Orders(connection)
     for order in orders:
@@ -196,12 +190,7 @@ def _plain(hydra: HydraConf) -> dict[str, Any]:
 
 
 def _enter(hydra: dict[str, Any]) -> None:
-    """Puts Hydra where it was in the process that composed a job."""
-    sources = ConfigSearchPathImpl()
-    for source in hydra["runtime"]["config_sources"]:
-        sources.append(source["provider"], f"{source['schema']}://{source['path']}")
-    GlobalHydra.instance().clear()
-    Hydra.create_main_hydra2(hydra["job"]["name"], sources)
+    """Lets Hydra say of the job what it says in the process that composed it."""
     own = OmegaConf.merge(OmegaConf.structured(HydraConf), hydra)
     HydraConfig.instance().set_config(OmegaConf.create({"hydra": own}))
 
