@@ -70,18 +70,44 @@ Running = tuple[Request, TextContext]
 """A request under way, and MAX's context of it."""
 
 
+@dataclass(frozen=True)
+class StepTime:
+    """What one step computed, and how long it took, in seconds."""
+
+    tokens: int
+    """Tokens that it took, over all replicas."""
+
+    decoding: int
+    """Sequences of which it took their last token, rather than a part of their prompt."""
+
+    execute: float
+    """Inside the compiled graph."""
+
+    total: float
+    """In all, host work included."""
+
+
 @dataclass
 class StepTimes:
     """Where the time of a run's steps went, in seconds."""
 
-    steps: int = 0
-    """Steps computed."""
+    each: list[StepTime] = field(default_factory=list)
+    """The steps computed, in order."""
 
-    execute: float = 0.0
-    """Inside the compiled graph."""
+    @property
+    def steps(self) -> int:
+        """Steps computed."""
+        return len(self.each)
 
-    total: float = 0.0
-    """Inside steps, host work included."""
+    @property
+    def execute(self) -> float:
+        """Inside the compiled graph."""
+        return sum(step.execute for step in self.each)
+
+    @property
+    def total(self) -> float:
+        """Inside steps, host work included."""
+        return sum(step.total for step in self.each)
 
 
 class Runner:
@@ -217,13 +243,15 @@ class Runner:
             if request.started is None:
                 request.started = began
             self._kv.alloc(context)
+        tokens = sum(context.tokens.active_length for _, context in batch)
+        decoding = sum(bool(request.ids) for request, _ in batch)
         contexts = [[context for _, context in chosen] for chosen in batches]
         inputs = self.model.prepare_initial_token_inputs(
             contexts, kv_cache_inputs=self._kv.runtime_inputs(contexts)
         )
         before = time.perf_counter()
         outputs = self.model.execute(inputs)
-        self.times.execute += time.perf_counter() - before
+        execute = time.perf_counter() - before
         self._deliver_logits(batch, outputs)
         assert outputs.next_token_logits is not None
         next_logits = host_values(outputs.next_token_logits)
@@ -233,8 +261,7 @@ class Runner:
             else:
                 self._advance(request, context, next_logits[row], on_token)
             self._kv.step(context)
-        self.times.steps += 1
-        self.times.total += time.perf_counter() - began
+        self.times.each.append(StepTime(tokens, decoding, execute, time.perf_counter() - began))
 
     def _schedule(self, running: Sequence[Running]) -> list[Running]:
         """Chooses a replica's step: what decodes, then prompts, the last in a chunk."""
