@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,13 @@ def is_alive(process: Mapping[str, Any]) -> bool:
     if not is_here(process):
         return True
     return _began(process["pid"]) == process["began"] is not None
+
+
+def seconds_since_start() -> float:
+    """How long ago this process began, its interpreter's start included."""
+    began = _began(os.getpid())
+    assert began is not None
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(began) / os.sysconf("SC_CLK_TCK")
 
 
 def _began(pid: int) -> str | None:

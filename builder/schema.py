@@ -298,6 +298,33 @@ class ScoreTask:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BenchTask:
+    """How fast the deployment is, and what it takes: random prompts, greedy, no stop token."""
+
+    batch_sizes: list[int] = field(default_factory=lambda: [1, 8])
+    """Sequences computed together, over all replicas; each size with each of contexts."""
+
+    contexts: list[int] = field(default_factory=lambda: [512])
+    """Tokens of a prompt."""
+
+    new_tokens: int = 64
+    """Tokens generated per sequence."""
+
+    warmup: int = 1
+    """Runs of each batch that are not counted, before those that are."""
+
+    repeats: int = 3
+    """Runs of each batch that are counted."""
+
+    cold_compile: bool = False
+    """Whether the graphs are also compiled in a process of its own, with an empty cache and then
+    with what that left."""
+
+    seed: int = 0
+    """Seeds the random prompts."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class VerifyTask:
     """The deployment against the plain one: same weights, same tokens, logits compared."""
 
@@ -333,6 +360,7 @@ class ServeTask:
 
 
 TASKS: dict[str, type[Any]] = {
+    "bench": BenchTask,
     "check": CheckTask,
     "compile": CompileTask,
     "diff": DiffTask,

@@ -56,7 +56,8 @@ class Shared:
     """
 
     def __init__(self, *, several: bool) -> None:
-        self._several = several
+        self.several = several
+        """Whether its process may have run other jobs, or loads several deployments."""
         self._checkpoints: dict[Path, tuple[Stamp, Checkpoint, TensorReader]] = {}
         self._graphs: list[_Kept] = []
 
@@ -74,7 +75,7 @@ class Shared:
         if known is None or known[0] != stamp:
             opened = open_checkpoint(path)
             limit = int(KEPT_PART * self._memory)
-            reader = KeptTensors(opened, limit) if self._several else opened
+            reader = KeptTensors(opened, limit) if self.several else opened
             known = self._checkpoints[path] = (stamp, opened, reader)
         return known[1]
 

@@ -140,7 +140,7 @@ class CausalDecoder(GraphApiModule):
                 self.output = LayerList(
                     [
                         TableShard(config, tensor, holder)
-                        for holder in _projecting(placement, settings)
+                        for holder in projecting(placement, settings)
                     ]
                 )
 
@@ -214,7 +214,7 @@ class CausalDecoder(GraphApiModule):
         if not self.config.placement.is_first:
             return tables
         return [
-            tables[holder] for holder in _projecting(self.config.placement, self.config.settings)
+            tables[holder] for holder in projecting(self.config.placement, self.config.settings)
         ]
 
     def _guarded(
@@ -261,7 +261,7 @@ def constant_weights(config: DecoderConfig) -> dict[str, tuple[DeclaredWeight, .
     placement = config.placement
     holders: Sequence[int] = range(len(placement.devices))
     if not placement.is_first:
-        holders = _projecting(placement, config.settings)
+        holders = projecting(placement, config.settings)
     return {TOKEN_EMBEDDING: tuple(declare_table(config, EMBED_TOKENS, h) for h in holders)}
 
 
@@ -283,7 +283,7 @@ def _is_constant(config: DecoderConfig) -> bool:
     return TOKEN_EMBEDDING in config.constants
 
 
-def _projecting(placement: Placement, settings: ModelSettings) -> Sequence[int]:
+def projecting(placement: Placement, settings: ModelSettings) -> Sequence[int]:
     """The devices that hold output rows: all where they are divided, else each replica's first."""
     every = range(len(placement.devices))
     return every if placement.splits_vocabulary(settings) else placement.firsts

@@ -69,9 +69,12 @@ COMPILING = (
     _VLM.format("deployment=vision", "What is this?"),
     _VLM.format("+vision=images", "Before <image> and after"),
     "rolecall model=tiny_mistral deployment=tp2 task=verify",
+    "rolecall task=bench",
+    "rolecall task=bench task.cold_compile=true",
     "rolecall model=two_layer_llama deployment=h100_x2_tp2 task=compile",
 )
-"""Commands that compile, for a minute and more, what no other test does: run until they compile."""
+"""Commands that take a minute and more, most of them compiling what no other test does: run until
+they compile."""
 
 REACHED_COMPILING = 86
 
