@@ -217,8 +217,7 @@ def test_search_finds_a_deployment_within_the_memory(tmp_path: Path) -> None:
     done = rolecall(
         tmp_path,
         *("-m", "experiment=fastest", "model=tiny_llama", f"hydra.sweep.dir={folder}"),
-        *("task.prompts=[[5,6,7],[8,9],[3]]", "deployment.devices.memory_gib=0.01"),
-        *("task.max_new_tokens=4", "hydra.sweeper.n_trials=4"),
+        *("task.new_tokens=4", "deployment.devices.memory_gib=0.01", "hydra.sweeper.n_trials=4"),
         "deployment.batch.max_batch_size=choice(1,2,64)",
         status=2,
     )

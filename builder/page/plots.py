@@ -260,6 +260,9 @@ class Speed:
     decode: Spread | None
     """Tokens a second after the first."""
 
+    cells: tuple[Mapping[str, Any], ...]
+    """What ``task=bench`` measured, as in metrics.json."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedGroup:
@@ -290,7 +293,8 @@ def speed(rows: Sequence[JobRow]) -> list[SpeedGroup]:
         measured = {(row.metrics or {}).get(name) for name in ("generated_tok_s", "step_ms")}
         if first or decode or measured - {None}:
             prompts = sum(one.get("error") is None for one in row.generations)
-            one = Speed(job=row, prompts=prompts, first=first, decode=decode)
+            cells = tuple((row.metrics or {}).get("cells", ()))
+            one = Speed(job=row, prompts=prompts, first=first, decode=decode, cells=cells)
             models.setdefault(row.model, []).append(one)
     return [
         SpeedGroup(
