@@ -1,10 +1,11 @@
 # Each target makes what it needs on a machine with Python 3.11, pip and PyPI.
 PYTHON ?= python3
 VENV ?= .venv
+PEERS ?= .venv-peers
 BIN := $(VENV)/bin
 SUDO := $(if $(filter-out 0,$(shell id -u)),sudo)
 
-.PHONY: run test chromium lint gpu-compile gpu-check clean
+.PHONY: run test chromium lint bench peers gpu-compile gpu-check clean
 
 run: $(VENV)/.installed
 	$(BIN)/rolecall
@@ -17,6 +18,19 @@ test: lint chromium
 chromium:
 	@command -v chromium >/dev/null || \
 		{ $(SUDO) apt-get update && $(SUDO) apt-get install --yes chromium; }
+
+# Beside other engines, one machine and one run: 20 minutes on two cores.
+bench: $(VENV)/.installed peers
+	$(BIN)/python -m benchmarks --peers-python $(PEERS)/bin/python
+
+# Those engines: llama.cpp is compiled for this machine, which takes minutes and a C++ compiler.
+peers: $(PEERS)/.installed
+
+$(PEERS)/.installed: benchmarks/requirements.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --upgrade pip
+	$(PEERS)/bin/python -m pip install --requirement benchmarks/requirements.txt
+	touch $@
 
 # For accelerators that are not here: minutes per deployment the first time.
 gpu-compile: $(VENV)/.installed
@@ -39,4 +53,4 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(PEERS)

@@ -152,7 +152,7 @@ def test_every_error_has_a_line_on_its_page() -> None:
 
 
 def test_make_knows_its_targets() -> None:
-    for target in ("run", "test", "lint", "gpu-check", "gpu-compile"):
+    for target in ("run", "test", "lint", "bench", "gpu-check", "gpu-compile"):
         command = ["make", "--dry-run", target]
         done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, check=False)
         assert done.returncode == 0, target
