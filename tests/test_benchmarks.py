@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,14 @@ def test_prompts_of_a_batch_begin_at_different_places() -> None:
     assert windows(range(4), 2, 6) == [[0, 1, 2, 3, 0, 1], [2, 3, 0, 1, 2, 3]]
 
 
+def waits_for_state(pid: int, wanted: str) -> bool:
+    for _ in range(50):
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == wanted:
+            return True
+        time.sleep(0.1)
+    return False
+
+
 def test_the_process_of_our_engine_gives_hugging_faces_ids_and_is_stopped_between() -> None:
     compiled_alone("model=tiny_llama")  # The process finds the graph in the cache.
     values = expected("tiny_llama")
@@ -212,8 +221,7 @@ def test_the_process_of_our_engine_gives_hugging_faces_ids_and_is_stopped_betwee
     with EngineProcess(
         engine, interpreter(engine, []), engine.settings(work), Path("/dev/null")
     ) as process:
-        status = Path(f"/proc/{process.pid}/stat").read_text()
-        assert status.rpartition(")")[2].split()[0] == "T"
+        assert waits_for_state(process.pid, "T")
         alone = process.ask([prompt], 8)
         other = process.ask([prompt[::-1]], 8)
         both = process.ask([prompt, prompt[::-1]], 8)
