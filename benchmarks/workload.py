@@ -57,12 +57,12 @@ class Workload:
     @property
     def limits(self) -> tuple[str, ...]:
         """Overrides that make room where our defaults have less, which other cases do without."""
-        default = compose(self.overrides).deployment
+        default, batch = compose(self.overrides).deployment, self.plan.batch
         limits = []
-        if self.batch > default.batch.max_batch_size:
+        if self.batch > batch.max_batch_size:
             limits.append(f"deployment.batch.max_batch_size={self.batch}")
         # While the last prompts of a batch are prefilled the first ones go on.
-        step = default.batch.max_batch_input_tokens - self.batch
+        step = batch.max_batch_input_tokens - self.batch
         needed = max(
             case.context + case.new + (case.batch > 1) * (case.batch * case.context // step + 1)
             for case in self.cases

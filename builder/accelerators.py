@@ -79,6 +79,11 @@ def accelerator_of(devices: DevicesConfig) -> Accelerator | None:
         raise ConfigError(
             f"deployment.devices.memory_gib: {devices.memory_gib} is not a number above 0"
         )
+    if not 0 < devices.memory_utilization <= 1:
+        raise ConfigError(
+            f"deployment.devices.memory_utilization: {devices.memory_utilization} is not between 0 "
+            "and 1"
+        )
     if devices.kind is DeviceKind.cpu:
         for key, value in given.items():
             # The host's memory may be limited.
@@ -139,11 +144,6 @@ def check_accelerated(
         ConfigError: If it is not, with the reason.
     """
     parallel = deployment.parallel
-    utilization = deployment.devices.memory_utilization
-    if not 0 < utilization <= 1:
-        raise ConfigError(
-            f"deployment.devices.memory_utilization: {utilization} is not between 0 and 1"
-        )
     if encoding is not Encoding.bfloat16:
         raise ConfigError(
             f"model.encoding: {encoding.value} is not computed on accelerators\n"

@@ -60,7 +60,8 @@ def build(plan: Plan) -> Registration:
         max_length=plan.max_length,
         data_parallel_degree=plan.num_replicas,
         kv_cache=KVCacheConfig(
-            kv_cache_page_size=plan.deployment.kv.page_size, enable_prefix_caching=False
+            kv_cache_page_size=plan.deployment.kv.page_size,
+            enable_prefix_caching=plan.prefix_caching,
         ),
     )
     # Seeded, so that MAX looks for no repository: a GGUF file has no config.json to load, and
@@ -70,8 +71,8 @@ def build(plan: Plan) -> Registration:
     pipeline_config = PipelineConfig(
         models={"main": model_config},
         runtime=PipelineRuntimeConfig(
-            max_batch_size=plan.deployment.batch.max_batch_size,
-            max_batch_input_tokens=plan.deployment.batch.max_batch_input_tokens,
+            max_batch_size=plan.batch.max_batch_size,
+            max_batch_input_tokens=plan.batch.max_batch_input_tokens,
         ),
     )
     return Registration(
@@ -82,7 +83,7 @@ def build(plan: Plan) -> Registration:
         pipeline_config=pipeline_config,
         devices=[device.to_device() for device in devices],
         memory_plan=MemoryPlan(
-            planned_max_batch_size=plan.deployment.batch.max_batch_size,
+            planned_max_batch_size=plan.batch.max_batch_size,
             footprint=sum(device.total for device in plan.devices),
             planned_max_length=plan.max_length,
         ),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from max.driver import accelerator_count
 
+from builder.choices import host_memory, settled
 from builder.memory import DeviceShare, WeightItems
 from builder.schema import (
     DeploymentConfig,
@@ -199,7 +199,7 @@ def check_windows(settings: ModelSettings, max_length: int) -> None:
 
 def check_batch(deployment: DeploymentConfig) -> None:
     """A step can hold a token of each sequence."""
-    batch = deployment.batch
+    batch = settled(deployment.batch)
     if batch.max_batch_size < 1:
         raise ConfigError(f"deployment.batch.max_batch_size: {batch.max_batch_size} is less than 1")
     if batch.max_batch_input_tokens < batch.max_batch_size:
@@ -263,13 +263,10 @@ def obstacles(
             "kernels are slower in it than in float32\n  what works: model.encoding=float32 "
             "(a checkpoint in another encoding is converted on load)"
         )
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     weights = sum(items.host for items, _ in held)
     pages = sum(share.kv_pages for _, devices in held for share in devices)
     work = sum(share.workspace for _, devices in held for share in devices)
-    who, limit = "this machine has", deployment.devices.memory_gib
-    if limit is not None and limit * 2**30 < total:
-        who, total = "deployment.devices.memory_gib allows", int(limit * 2**30)
+    who, total = host_memory(deployment)
     if weights + pages + work > total:
         found.append(
             f"deployment: needs {(weights + pages + work) / 2**30:.1f} GiB, {who} "

@@ -97,7 +97,7 @@ def compile_registration(
         plan.checkpoint if shared is None else shared.reader(plan.checkpoint),
         return_logits=plan.stages[-1].config.return_logits,
         memory_plan=registration.memory_plan,
-        max_batch_size=plan.deployment.batch.max_batch_size,
+        max_batch_size=plan.batch.max_batch_size,
     )
     hit = _cached_graphs() <= before
     if shared is not None and graphs is None:

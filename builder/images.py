@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +36,16 @@ class PreparedImage:
 
     columns: int
     """Parts of a row."""
+
+
+def image_hash(pixels: Pixels) -> int:
+    """A number that no other image has, below 2 to the 63rd.
+
+    Args:
+        pixels: One crop.
+    """
+    digest = hashlib.sha256(np.ascontiguousarray(pixels).data).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
 
 
 class ImagePreparer:

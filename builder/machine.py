@@ -1,4 +1,4 @@
-"""What this machine's memory gives, and what this process took of it."""
+"""What this machine has and gives, and what this process took of it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,34 @@ from pathlib import Path
 
 import numpy as np
 
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+"""Where Linux describes a core's caches."""
+
+UNKNOWN_CACHE = 8 << 20
+"""The last-level cache where the system doesn't say."""
+
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
 READS = 8
 """How often the array is read. The fastest counts: whatever else the machine does, it slows."""
 
 LEAST_BYTES = 256 << 20
 """The least that is read at once."""
 
-CACHES = 4
+TIMES_CACHE = 4
 """The array is at least so many times as large as the last cache."""
+
+
+def memory_bytes() -> int:
+    """The host's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def last_level_cache_bytes() -> int:
+    """The processor's largest cache."""
+    texts = [file.read_text().strip() for file in CACHES.glob("index*/size")]
+    sizes = [int(text[:-1]) * _UNITS[text[-1]] for text in texts if text[-1:] in _UNITS]
+    return max(sizes, default=UNKNOWN_CACHE)
 
 
 def read_bandwidth() -> float:
@@ -46,13 +66,7 @@ def peak_resident_bytes() -> int:
 
 
 def _array_bytes() -> int:
-    return max(LEAST_BYTES, CACHES * _last_cache_bytes())
-
-
-def _last_cache_bytes() -> int:
-    """The size of the largest cache; 0 where the system does not tell."""
-    sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
-    return max((int(size.read_text().strip().removesuffix("K")) << 10 for size in sizes), default=0)
+    return max(LEAST_BYTES, TIMES_CACHE * last_level_cache_bytes())
 
 
 def _seconds(work: Callable[[], None]) -> float:

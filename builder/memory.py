@@ -241,6 +241,29 @@ def activation_bytes(config: DecoderConfig, holder: int, sequences: int, context
     return max(largest, logits)
 
 
+def row_bytes(config: DecoderConfig) -> int:
+    """The bytes that one token has at once in a layer of a stage, on all devices together.
+
+    They are a feed-forward's input, its gate and what that gates, or those of the token's experts.
+
+    Args:
+        config: The stage's configuration.
+    """
+    settings, placement = config.settings, config.placement
+    holders = range(len(placement.devices))
+    widths = [0]
+    if settings.dense_layers:
+        columns = (placement.inner_columns(settings.intermediate_size, n) for n in holders)
+        widths.append(sum(settings.hidden_size + 2 * len(own) for own in columns))
+    if settings.experts is not None:
+        # A token's experts are on some of the devices, or each has columns of all of them.
+        several = range(placement.data) if placement.expert > 1 else holders
+        columns = (placement.expert_columns(settings.experts, n) for n in several)
+        chosen = sum(settings.hidden_size + 2 * len(own) for own in columns)
+        widths.append(settings.experts.top_k * chosen)
+    return max(widths) * config.dtype.size_in_bytes
+
+
 def kv_bytes_per_token(configs: Iterable[DecoderConfig]) -> int:
     """The bytes of one token's keys and values, or latents, in all layers; copies not counted."""
     total = 0

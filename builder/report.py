@@ -99,6 +99,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "max_length": plan.max_length,
         "num_pages": plan.num_pages,
         "kv_bytes_per_token": plan.kv_bytes_per_token,
+        "choices": [as_json(choice) for choice in plan.choices],
         "devices": [{**as_json(share), "total": share.total} for share in plan.devices],
         "capacity": None
         if plan.capacity is None
@@ -279,6 +280,8 @@ def print_placement(plan: Plan, out: Console) -> None:
         f"{human_bytes(plan.kv_bytes_per_token)} per token; "
         f"sequences of up to {plan.max_length} tokens"
     )
+    for choice in plan.choices:
+        out.print(f"{choice.key}={json.dumps(choice.value)}: {choice.because}")
     if plan.capacity is not None:
         out.print(_capacity_line(plan, plan.capacity))
     for obstacle in plan.obstacles:
@@ -301,7 +304,7 @@ def print_settings(settings: Mapping[str, Setting], out: Console) -> None:
 
 
 def _capacity_line(plan: Plan, capacity: Capacity) -> str:
-    accelerator, batch = capacity.accelerator, plan.deployment.batch.max_batch_size
+    accelerator, batch = capacity.accelerator, plan.batch.max_batch_size
     part = plan.deployment.devices.memory_utilization
     return (
         f"memory: {accelerator.name} has {human_bytes(accelerator.memory)}, of which "

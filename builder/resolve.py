@@ -6,7 +6,7 @@ check of one setting against another is here or in ``checks``, before anything i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from max.dtype import DType
@@ -17,6 +17,15 @@ from builder import checks
 from builder.accelerators import accelerator_of, check_accelerated
 from builder.adapters import lora_limits, open_adapters
 from builder.capacity import Capacity, capacity_of, check_fits
+from builder.choices import (
+    INPUT_TOKENS,
+    BatchLimits,
+    Choice,
+    choose_batch_size,
+    choose_input_tokens,
+    choose_prefix_caching,
+    settled,
+)
 from builder.memory import (
     DeviceShare,
     WeightItems,
@@ -25,6 +34,7 @@ from builder.memory import (
     weight_items,
 )
 from builder.schema import (
+    BatchConfig,
     DeploymentConfig,
     DeviceKind,
     DevicesConfig,
@@ -101,6 +111,9 @@ class Plan:
     limits: Mapping[str, int]
     """The largest value of each symbolic dimension of the contract."""
 
+    choices: tuple[Choice, ...]
+    """What was taken for keys that the deployment leaves open, and whether prompts share pages."""
+
     obstacles: tuple[str, ...]
     """Why it can be planned but not run on this machine; empty where it runs."""
 
@@ -114,6 +127,16 @@ class Plan:
         """How weights are held and computed."""
         assert self.model.encoding is not None, "resolve chooses one"
         return self.model.encoding
+
+    @property
+    def batch(self) -> BatchLimits:
+        """The limits of a step of a replica."""
+        return settled(self.deployment.batch)
+
+    @property
+    def prefix_caching(self) -> bool:
+        """Whether prompts that begin alike share pages."""
+        return self.deployment.kv.prefix_caching is True
 
     @property
     def num_replicas(self) -> int:
@@ -143,6 +166,34 @@ def resolve(
     Raises:
         ConfigError: If any setting can't be satisfied; the message shows the arithmetic.
     """
+    choices = [choose_prefix_caching(deployment, checkpoint.settings)]
+    kv = replace(deployment.kv, prefix_caching=bool(choices[0].value))
+    deployment = replace(deployment, kv=kv)
+
+    def of(size: int, tokens: int) -> Plan:
+        batch = BatchConfig(max_batch_size=size, max_batch_input_tokens=tokens)
+        limited = replace(deployment, batch=batch)
+        return _resolved(model, limited, checkpoint, needed_logits, choices)
+
+    size, tokens = deployment.batch.max_batch_size, deployment.batch.max_batch_input_tokens
+    if tokens is None:
+        least = 1 if size is None else size
+        choices.append(choose_input_tokens(of(least, max(least, INPUT_TOKENS[1]))))
+        tokens = int(choices[-1].value)
+    if size is None:
+        choices.append(choose_batch_size(of(1, tokens)))
+        size = int(choices[-1].value)
+    return of(size, tokens)
+
+
+def _resolved(
+    model: ModelConfig,
+    deployment: DeploymentConfig,
+    checkpoint: Checkpoint,
+    needed_logits: Logits,
+    choices: Sequence[Choice],
+) -> Plan:
+    """Resolves a deployment that leaves no limit open."""
     settings = checkpoint.settings
     accelerator = accelerator_of(deployment.devices)
     if model.encoding is None:
@@ -158,10 +209,11 @@ def resolve(
     checks.check_batch(deployment)
     max_length = _max_length(deployment, settings)
     checks.check_windows(settings, max_length)
+    batch = settled(deployment.batch)
     limits = ServingLimits(
         max_seq_len=max_length,
-        max_batch_size=deployment.batch.max_batch_size,
-        max_batch_input_tokens=deployment.batch.max_batch_input_tokens,
+        max_batch_size=batch.max_batch_size,
+        max_batch_input_tokens=batch.max_batch_input_tokens,
         page_size=deployment.kv.page_size,
     )
     num_pages = _num_pages(deployment, limits)
@@ -224,6 +276,7 @@ def resolve(
             deployment, checkpoint, [stage.config.placement for stage in stages]
         ),
         limits=_dimension_limits(deployment.parallel.data, limits, settings),
+        choices=tuple(choices),
         obstacles=checks.obstacles(model, deployment, checkpoint, [(items, devices)]),
     )
 

@@ -2,7 +2,8 @@
 
 A step computes one token of every running sequence and fills what is left of its token budget
 with prefill, in chunks where a prompt is longer. A sequence starts when a slot and the pages it
-may come to need are free; until then it waits, in order.
+may come to need are free; until then it waits, in order. Where prefix caching is on, the pages of
+tokens that an earlier prompt of the replica began with too are not computed again.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,10 @@ from max.pipelines.kv_cache import PagedKVCacheManager
 from max.pipelines.lib.interfaces.pipeline_model import ModelOutputs
 
 from builder.compile import Compiled
-from builder.images import Pixels
+from builder.images import Pixels, image_hash
 from builder.sampling import Logits, Sampler
 from models.buffers import host_values
+from models.kv_cache import with_prefix_caching
 
 
 @dataclass(eq=False)
@@ -58,6 +60,9 @@ class Request:
 
     finish: str | None = None
     """``stop``, ``length``, ``interrupted`` or ``error``; ``None`` while it goes on."""
+
+    cached_tokens: int = 0
+    """Tokens of the prompt that were not computed, as their keys and values were there."""
 
     started: float | None = None
     """When its first step began, by ``time.perf_counter``."""
@@ -121,11 +126,12 @@ class Runner:
         self.plan = compiled.registration.plan
         self.model = compiled.model
         self.times = StepTimes()
-        self._batch = self.plan.deployment.batch
+        self._batch = self.plan.batch
         self._step_tokens = self._batch.max_batch_input_tokens
         self._page_size = self.plan.deployment.kv.page_size
+        self._unshared = count()
         self._kv = PagedKVCacheManager(
-            params=self.model.kv_params,
+            params=with_prefix_caching(self.model.kv_params, self.plan.prefix_caching),
             session=compiled.session,
             total_num_pages=self.plan.num_pages,
             max_batch_size=self._batch.max_batch_size,
@@ -176,7 +182,7 @@ class Runner:
         self._step_tokens = tokens
 
     def free_pages(self) -> int:
-        """Pages that no sequence holds, over all replicas."""
+        """Pages that no sequence holds, over all replicas; what is in them may be used again."""
         return sum(self._kv.block_count(i).free for i in range(self.plan.num_replicas))
 
     def _release(self, context: TextContext) -> None:
@@ -216,6 +222,7 @@ class Runner:
             "model_name": request.adapter,
             "max_length": self.plan.max_length,
             "tokens": TokenBuffer(ids),
+            "cache_salt": self._salt(request),
         }
         if not request.crops:
             return TextContext(**facts)
@@ -226,10 +233,25 @@ class Runner:
             **facts,
             vision_token_ids=[vision.image_token_id],
             images=[
-                ImageMetadata(start_idx=int(own[0]), end_idx=int(own[-1]) + 1, pixel_values=pixels)
+                ImageMetadata(
+                    start_idx=int(own[0]),
+                    end_idx=int(own[-1]) + 1,
+                    pixel_values=pixels,
+                    # Stands for the image where pages are compared: its tokens are all alike.
+                    image_hash=image_hash(pixels) if self.plan.prefix_caching else None,
+                )
                 for own, pixels in zip(places, request.crops, strict=True)
             ],
         )
+
+    def _salt(self, request: Request) -> str | None:
+        """What else two prompts have to agree in that share pages."""
+        if request.on_logits is not None:
+            # It is owed the logits of every token.
+            return f"request {next(self._unshared)}"
+        adapters = self.model.adapters
+        adapter = 0 if adapters is None else adapters.number(request.adapter)
+        return f"adapter {adapter}" if adapter else None
 
     def _step(
         self,
@@ -239,10 +261,9 @@ class Runner:
         began = time.perf_counter()
         batches = [self._schedule(running) for running in replicas]
         batch = list(chain.from_iterable(batches))
-        for request, context in batch:
+        for request, _ in batch:
             if request.started is None:
                 request.started = began
-            self._kv.alloc(context)
         tokens = sum(context.tokens.active_length for _, context in batch)
         decoding = sum(bool(request.ids) for request, _ in batch)
         contexts = [[context for _, context in chosen] for chosen in batches]
@@ -266,15 +287,41 @@ class Runner:
     def _schedule(self, running: Sequence[Running]) -> list[Running]:
         """Chooses a replica's step: what decodes, then prompts, the last in a chunk."""
         batch = [pair for pair in running if pair[0].ids]
+        for _, context in batch:
+            self._kv.alloc(context)
         budget = self._step_tokens - len(batch)
         for request, context in running:
             if request.ids or budget == 0:
+                continue
+            before = context.tokens.processed_length
+            # Of the whole rest of the prompt: what is cached of it is more than a chunk.
+            self._kv.alloc(context)
+            request.cached_tokens += context.tokens.processed_length - before
+            if self._is_computed_beside(context, batch):
                 continue
             if context.tokens.active_length > budget:
                 context.tokens.chunk(budget)
             budget -= context.tokens.active_length
             batch.append((request, context))
         return batch
+
+    def _is_computed_beside(self, context: TextContext, batch: Sequence[Running]) -> bool:
+        """Whether the next page of a prompt is computed for another in this step.
+
+        The prompt then waits a step for it.
+        """
+        if not self.plan.prefix_caching:
+            return False
+        tokens, size = context.tokens, self._page_size
+        end = (tokens.processed_length // size + 1) * size
+        return end < len(tokens) and any(
+            end <= other.tokens.current_position
+            and context.cache_salt == other.cache_salt
+            and np.array_equal(tokens[:end], other.tokens[:end])
+            for request, other in batch
+            # An image's tokens don't say which it is.
+            if not request.ids and not isinstance(other, TextAndVisionContext)
+        )
 
     def _advance(
         self,

@@ -99,8 +99,8 @@ class DevicesConfig:
     """The memory of each, in GiB; on the CPU the host's, by default all that it has."""
 
     memory_utilization: float = 0.9
-    """The part of an accelerator's memory that is planned with; the rest is for what a graph
-    allocates while it runs."""
+    """The part of an accelerator's memory that is planned with, and of the host's where
+    max_batch_size is chosen by it; the rest is for what a graph allocates while it runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,11 +127,13 @@ class ParallelConfig:
 class BatchConfig:
     """The limits of one step."""
 
-    max_batch_size: int = 8
-    """Sequences that a replica computes together; further ones wait."""
+    max_batch_size: int | None = 8
+    """Sequences that a replica computes together; further ones wait. Null is as many as the
+    memory has pages for, at most 64."""
 
-    max_batch_input_tokens: int = 512
-    """Tokens of a replica's step; a longer prompt is prefilled in chunks of what is left."""
+    max_batch_input_tokens: int | None = 512
+    """Tokens of a replica's step; a longer prompt is prefilled in chunks of what is left. Null is
+    as many as the processor's cache holds between two products, 128 to 2048."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +145,10 @@ class KVConfig:
 
     num_pages: int | None = None
     """Pages per replica; by default enough for max_batch_size sequences of max_length."""
+
+    prefix_caching: bool | None = None
+    """Whether prompts that begin alike share pages, which are then computed once; by default
+    wherever the model's layers allow it."""
 
 
 @dataclass(frozen=True, kw_only=True)

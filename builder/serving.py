@@ -75,7 +75,7 @@ def server_arguments(plan: Plan, folder: Path) -> list[str]:
         plan: The plan.
         folder: The model's folder.
     """
-    batch, parallel = plan.deployment.batch, plan.deployment.parallel
+    batch, parallel = plan.batch, plan.deployment.parallel
     devices = "cpu"
     if plan.capacity is not None:
         devices = f"gpu:{','.join(map(str, range(plan.deployment.devices.count)))}"
@@ -92,7 +92,7 @@ def server_arguments(plan: Plan, folder: Path) -> list[str]:
         f"--max-batch-size={batch.max_batch_size}",
         f"--max-batch-input-tokens={batch.max_batch_input_tokens}",
         f"--kv-cache-page-size={plan.deployment.kv.page_size}",
-        "--no-enable-prefix-caching",
+        f"--{'' if plan.prefix_caching else 'no-'}enable-prefix-caching",
     ]
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from builder.machine import memory_bytes
 from builder.resolve import Plan
 from models.checkpoints import Checkpoint, open_checkpoint
 from models.checkpoints.kept import KeptTensors
@@ -116,7 +116,7 @@ class Shared:
 
     @cached_property
     def _memory(self) -> int:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return memory_bytes()
 
 
 def _stamp(path: Path) -> Stamp:

@@ -10,9 +10,11 @@ from max.dtype import DType
 from max.graph import BufferType, TensorType
 from max.nn.kv_cache import (
     KVCacheInputsPerDevice,
+    KVCacheParamInterface,
     KVCacheParams,
     MHAKVCacheParams,
     MLAKVCacheParams,
+    MultiKVCacheParams,
 )
 from max.nn.kv_cache.cache_params import KVCacheBuffer
 
@@ -46,6 +48,10 @@ def kv_cache_params(
         "devices": list(placement.devices),
         "data_parallel_degree": placement.data,
         "enable_prefix_caching": prefix_caching,
+        # MAX would copy a page between replicas; on the CPU a graph does not wait for its copies.
+        "enable_dp_cross_replica_prefix_copy": False,
+        # Pages are told apart by their hash alone, so by one in which no two prompts collide.
+        "kv_hash_algo": "sha256",
     }
     # MAX divides heads over all devices of a replica; where each of them has all, it is given more.
     copies = placement.group // placement.tensor
@@ -63,6 +69,21 @@ def kv_cache_params(
         n_kv_heads=settings.num_kv_heads * copies,
         allow_kv_head_replication=True,
     )
+
+
+def with_prefix_caching(
+    params: KVCacheParamInterface, prefix_caching: bool
+) -> KVCacheParamInterface:
+    """The same cache, where sequences that begin alike share pages, or don't.
+
+    A graph takes the same inputs either way: sharing is what the manager puts into them.
+
+    Args:
+        params: The cache of a graph, or of several stages.
+        prefix_caching: Whether they share.
+    """
+    assert isinstance(params, KVCacheParams | MultiKVCacheParams)
+    return replace(params, enable_prefix_caching=prefix_caching)
 
 
 @dataclass(kw_only=True)

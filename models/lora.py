@@ -230,6 +230,8 @@ class AdapterStore:
             for held, placement in zip(self._slots, stages, strict=True)
         ]
         self._names: dict[str, int] = {}
+        self._numbers: dict[str, int] = {}
+        self._loaded = 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -239,6 +241,10 @@ class AdapterStore:
     def slot(self, name: str) -> int:
         """An adapter's position in the stacks, -1 where there is none of that name."""
         return self._names.get(name, -1)
+
+    def number(self, name: str) -> int:
+        """A number that no other adapter has or had, also of the same name; 0 for none."""
+        return self._numbers.get(name, 0)
 
     def load(self, name: str, adapter: Adapter) -> None:
         """Serves an adapter under a name.
@@ -259,10 +265,13 @@ class AdapterStore:
         check_adapter(adapter, self._limits, self._sizes)
         self._write(free[0], adapter)
         self._names[name] = free[0]
+        self._loaded += 1
+        self._numbers[name] = self._loaded
 
     def unload(self, name: str) -> None:
         """Serves an adapter no more."""
         self._write(self._names.pop(name), None)
+        del self._numbers[name]
 
     def stacks(self, stage: int) -> Iterator[Buffer]:
         """A stage's stacks, in the contract's order."""

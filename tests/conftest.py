@@ -171,18 +171,27 @@ def one_process(what: str) -> Iterator[None]:
         yield
 
 
-def limited(compiled: Compiled, *, num_pages: int = 0, max_batch_input_tokens: int = 0) -> Compiled:
-    """The same compiled graph run with fewer pages, or fewer tokens per step."""
+def limited(
+    compiled: Compiled,
+    *,
+    num_pages: int = 0,
+    max_batch_input_tokens: int = 0,
+    prefix_caching: bool | None = None,
+) -> Compiled:
+    """The same compiled graph run with fewer pages, fewer tokens per step, or none shared."""
     registration = compiled.registration
     plan = registration.plan
     batch = plan.deployment.batch
     batch = replace(
         batch, max_batch_input_tokens=max_batch_input_tokens or batch.max_batch_input_tokens
     )
+    kv = plan.deployment.kv
+    if prefix_caching is not None:
+        kv = replace(kv, prefix_caching=prefix_caching)
     plan = replace(
         plan,
         num_pages=num_pages or plan.num_pages,
-        deployment=replace(plan.deployment, batch=batch),
+        deployment=replace(plan.deployment, batch=batch, kv=kv),
     )
     return replace(compiled, registration=replace(registration, plan=plan))
 

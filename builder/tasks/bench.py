@@ -138,7 +138,7 @@ def _check_length(task: BenchTask, plan: Plan, context: int) -> None:
 
 def _check_batch(task: BenchTask, plan: Plan, batch_size: int, context: int) -> None:
     """All of a batch's sequences run at once: none waits for a slot or for pages."""
-    replicas, limits = plan.num_replicas, plan.deployment.batch
+    replicas, limits = plan.num_replicas, plan.batch
     most = limits.max_batch_size * replicas
     own = -(-batch_size // replicas)
     if batch_size > most:

@@ -153,6 +153,7 @@ def _generation(
         "text": None if tokenizer is None else tokenizer.decode(request.ids),
         "finish": request.finish,
         "error": None,
+        "cached_tokens": request.cached_tokens,
         "ttft_ms": (times[0] - first) * 1e3 if times and first is not None else None,
         "total_ms": (times[-1] - first) * 1e3 if times and first is not None else None,
         "decode_tok_s": _rate(len(times) - 1, times[-1] - times[0]) if len(times) > 1 else None,
@@ -169,6 +170,7 @@ def _refusal(prompt: RefusedPrompt) -> dict[str, Any]:
         "text": None,
         "finish": "error",
         "error": str(prompt.error),
+        "cached_tokens": None,
         "ttft_ms": None,
         "total_ms": None,
         "decode_tok_s": None,
@@ -187,6 +189,7 @@ def _metrics(
     return {
         "prompts": len(requests),
         "prompt_tokens": sum(len(request.prompt_ids) for request in requests),
+        "prefix_cached_tokens": sum(request.cached_tokens for request in requests),
         "generated_tokens": generated,
         "generated_tok_s": _rate(generated, job.seconds["run"]),
         "steps": times.steps,

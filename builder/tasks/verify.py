@@ -147,7 +147,7 @@ def _plain(deployment: DeploymentConfig) -> DeploymentConfig:
         devices=DevicesConfig(),
         parallel=ParallelConfig(),
         batch=deployment.batch,
-        kv=deployment.kv,
+        kv=replace(deployment.kv, prefix_caching=False),
         lora=deployment.lora,
         vision=deployment.vision,
         max_length=deployment.max_length,
@@ -160,7 +160,7 @@ DEFAULT_STEP_TOKENS = 48
 
 
 def _step_tokens(task: VerifyTask, plan: Plan) -> int:
-    batch = plan.deployment.batch
+    batch = plan.batch
     asked = task.max_batch_input_tokens
     if asked is None:
         return min(max(DEFAULT_STEP_TOKENS, batch.max_batch_size), batch.max_batch_input_tokens)
