@@ -26,8 +26,8 @@ from builder.compare import compare, random_image_prompts, random_prompts, recor
 from builder.compile import Compiled
 from builder.run import Request, Runner
 from builder.sampling import Sampler
-from builder.schema import SamplingConfig
-from builder.tasks.verify import _plain
+from builder.schema import SamplingConfig, VerifyTask
+from builder.tasks.verify import _plain, _prompts
 
 MODEL = ("model=tiny_llama",)
 PAGE = 128
@@ -311,7 +311,12 @@ def test_sharing_is_on_unless_it_is_turned_off() -> None:
 
 
 def test_verify_holds_sharing_against_nothing_shared() -> None:
-    assert _plain(plan_for(*MODEL).deployment).kv.prefix_caching is False
+    plan = plan_for(*MODEL)
+    assert _plain(plan.deployment).kv.prefix_caching is False
+    *others, last = _prompts(VerifyTask(), plan)
+    assert any(last.ids[:PAGE] == prompt.ids[:PAGE] for prompt in others)
+    without = plan_for(*MODEL, "deployment.kv.prefix_caching=false")
+    assert _prompts(VerifyTask(), without) == others
 
 
 def test_the_command_tells_what_each_prompt_shares(tmp_path: Path) -> None:

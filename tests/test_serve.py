@@ -17,7 +17,7 @@ from urllib.request import urlopen
 
 import numpy as np
 import pytest
-from conftest import REFERENCE, compiled_alone, expected, greedy_ids, plan_for
+from conftest import REFERENCE, compiled_alone, expected, greedy_ids, limited, plan_for
 from max.driver import DeviceSpec
 from max.nn.transformer import ReturnHiddenStates
 from max.pipelines.kv_cache.config import KVCacheConfig
@@ -194,6 +194,25 @@ def test_sixteen_requests_at_once_get_the_ids_of_one_by_one(
     with ThreadPoolExecutor(16) as pool:
         found = list(pool.map(lambda ids: ask(client, ids, 12), prompts))
     assert found == [spoken(ids) for ids in alone]
+
+
+def test_prompts_that_begin_alike_get_the_ids_of_one_that_shares_nothing(
+    client: OpenAI, overrides: tuple[str, ...]
+) -> None:
+    begin, *ends = ([3 + t % 253 for t in ids] for ids in random_prompts((256, 9, 9, 1), 256))
+    prompts = [begin + end for end in ends] + [begin + ends[0]]
+    compiled = limited(compiled_alone(*overrides), prefix_caching=False)
+    for prompt in prompts:
+        (wanted,) = greedy_ids(compiled, [prompt], 8)
+        assert ask(client, prompt, 8) == spoken(wanted)
+
+
+@pytest.mark.parametrize(("asked", "argument"), [("true", "--"), ("false", "--no-")])
+def test_the_server_shares_pages_where_the_deployment_does(
+    folder: Path, overrides: tuple[str, ...], asked: str, argument: str
+) -> None:
+    plan = plan_for(*overrides, f"deployment.kv.prefix_caching={asked}")
+    assert f"{argument}enable-prefix-caching" in server_arguments(plan, folder)
 
 
 def test_health_and_metrics_answer(server: tuple[str, str]) -> None:

@@ -208,7 +208,13 @@ def _prompts(task: VerifyTask, plan: Plan) -> list[Prompt]:
         found += fitting
     # Without an adapter and with each in turn.
     adapters = ("", *plan.adapters)
-    return [
+    prompts = [
         Prompt(ids, ids, adapters[number % len(adapters)], crops=crops)
         for number, (ids, crops) in enumerate(found)
     ]
+    if plan.prefix_caching:
+        # One that begins as the longest text, whose pages it takes.
+        base = max(prompts[: len(lengths)], key=lambda prompt: len(prompt.ids))
+        ids = (base.ids + prompts[0].ids)[:longest]
+        prompts.append(replace(base, given=ids, ids=ids))
+    return prompts
