@@ -5,76 +5,36 @@ Each function here takes values of any device; those that have a host form only 
 
 from __future__ import annotations
 
-import hashlib
-import os
-import tempfile
-from functools import cache
-from importlib.metadata import version
-from pathlib import Path
-
 import numpy as np
 from max.dtype import DType
 from max.graph import BufferValue, DeviceRef, Dim, TensorType, TensorValue, ops
 from max.nn.kv_cache import PagedCacheValues
-from mojo.run import subprocess_run_mojo
 
 from models.kernels import accelerators
+from models.kernels.library import kernel_library, kernels_version
+from models.kernels.matrix import Matrix, matmul
 from models.lora import Routing
 
-SOURCES = Path(__file__).parent
-"""The folder of the kernels' sources."""
-
-
-@cache
-def kernels_version() -> str:
-    """What tells the kernels of these sources and of this MAX from all others."""
-    digest = hashlib.sha256(version("max").encode())
-    for source in sorted(SOURCES.glob("*.mojo")):
-        digest.update(source.name.encode() + source.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-@cache
-def kernel_library() -> Path:
-    """The file that a graph loads our kernels from.
-
-    It is compiled from the sources once for each version of them and of MAX, and kept beside MAX's
-    compiled graphs: given the sources, MAX compiles them anew for every graph, for two seconds.
-    """
-    root = os.environ.get("MODULAR_CACHE_DIR") or Path.home() / ".cache" / "modular"
-    library = Path(root) / "rolecall" / kernels_version() / "rolecall_kernels.mojoc"
-    if not library.is_file():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-            # A library keeps the name that it is compiled to.
-            made = Path(scratch) / library.name
-            done = subprocess_run_mojo(
-                ["precompile", str(SOURCES), "-o", str(made)], capture_output=True, text=True
-            )
-            assert done.returncode == 0, done.stderr
-            made.replace(library)
-    return library
-
-
-def matmul(x: TensorValue, weight: TensorValue) -> TensorValue:
-    """``x @ weight.T``, with the weight as it lies in the checkpoint.
-
-    In float32 on the CPU it is our kernel: against MAX 26.7's it reads weights up to 1.9 times as
-    fast for a single row, computes many rows at 0.8 to 1 times the rate, with a third of the
-    error, and compiles in a quarter of the time (MAX specialises its own for every shape).
-
-    Args:
-        x: [rows, in].
-        weight: [out, in].
-
-    Returns:
-        [rows, out] in the dtype of ``x``.
-    """
-    if not x.device.is_cpu() or {x.dtype, weight.dtype} != {DType.float32}:
-        return x @ ops.transpose(weight, 0, 1)
-    shape = [x.shape[0], weight.shape[0]]
-    result = TensorType(DType.float32, shape, x.device)
-    return ops.custom("rolecall_matmul", x.device, [x, weight], [result])[0].tensor
+__all__ = [
+    "Matrix",
+    "attention",
+    "dispatch_tokens",
+    "expert_products",
+    "gated_delta",
+    "kernel_library",
+    "kernels_version",
+    "latent_attention",
+    "latent_context",
+    "lora_products",
+    "matmul",
+    "patch_attention",
+    "place_rows",
+    "read_rows",
+    "return_results",
+    "rms_norm",
+    "rotate_and_store",
+    "shares",
+]
 
 
 def expert_products(
@@ -169,6 +129,97 @@ def read_rows(buffer: BufferValue, rows: Dim) -> TensorValue:
     """
     result = TensorType(buffer.dtype, [rows, buffer.shape[1]], buffer.device)
     return ops.inplace_custom("rolecall_read_rows", buffer.device, [buffer], [result])[0].tensor
+
+
+def rms_norm(x: TensorValue, weight: TensorValue, eps: float, offset: float) -> TensorValue:
+    """``x / rms(x) * (weight + offset)`` over the last dimension.
+
+    In float32 rows on the CPU it is our kernel, which takes one thread where the rows are few:
+    MAX 26.7's takes as long to begin.
+
+    Args:
+        x: [..., width].
+        weight: [width].
+        eps: Added to the mean of the squares.
+        offset: Added to the weight.
+    """
+    if not x.device.is_cpu() or x.dtype != DType.float32 or x.rank != 2:
+        return ops.rms_norm(x, weight, eps, weight_offset=offset)
+    values = [x, weight, _constant([eps, offset], np.float32)]
+    return ops.custom("rolecall_rms_norm", x.device, values, [x.type])[0].tensor
+
+
+def rotate_and_store(
+    qkv: TensorValue,
+    kv: PagedCacheValues,
+    row_offsets: TensorValue,
+    table: TensorValue,
+    layer: int,
+    query_width: int,
+) -> TensorValue:
+    """Rotates whole heads in two halves, and stores keys and values, on the host.
+
+    Args:
+        qkv: float32 [tokens, queries + keys + values].
+        kv: The paged cache.
+        row_offsets: uint32 [sequences + 1].
+        table: float32 [positions, head_dim] of (cos, sin) pairs.
+        layer: The layer's position in the cache.
+        query_width: Columns of queries.
+
+    Returns:
+        float32 [tokens, query_width]: the queries.
+    """
+    values = [
+        qkv,
+        kv.kv_blocks,
+        kv.lookup_table,
+        kv.cache_lengths,
+        row_offsets,
+        table,
+        _constant([layer], np.int64),
+    ]
+    result = TensorType(DType.float32, [qkv.shape[0], query_width], qkv.device)
+    name = "rolecall_rotate_and_store"
+    return ops.inplace_custom(name, qkv.device, values, [result])[0].tensor
+
+
+def attention(
+    queries: TensorValue,
+    kv: PagedCacheValues,
+    row_offsets: TensorValue,
+    layer: int,
+    *,
+    window: int,
+    scale: float,
+) -> TensorValue:
+    """Causal attention over the paged cache, on the host.
+
+    MAX 26.7's own reads the cache at a fraction of the memory's rate; docs/performance.md has the
+    figures.
+
+    Args:
+        queries: float32 [tokens, num_heads * head_dim], rotated.
+        kv: The paged cache, with these tokens' keys and values.
+        row_offsets: uint32 [sequences + 1].
+        layer: The layer's position in the cache.
+        window: How many tokens back a token sees, itself included.
+        scale: What scores are multiplied with.
+
+    Returns:
+        float32 [tokens, num_heads * head_dim].
+    """
+    values = [
+        queries,
+        kv.kv_blocks,
+        kv.lookup_table,
+        kv.cache_lengths,
+        row_offsets,
+        _constant([scale], np.float32),
+        _constant([layer, window], np.int64),
+    ]
+    result = TensorType(DType.float32, queries.shape, queries.device)
+    return ops.inplace_custom("rolecall_attention", queries.device, values, [result])[0].tensor
 
 
 def latent_context(

@@ -13,6 +13,7 @@ from max.nn.layer import LayerList, Module
 
 from models.collectives import Collectives
 from models.config import DecoderConfig
+from models.kernels import attention, rotate_and_store
 from models.layers.linear import Linear
 from models.layers.norm import DividedRMSNorm, RMSNorm
 from models.layers.rope import rotate_first
@@ -75,6 +76,7 @@ class AttentionShard(Module):
         self.kv_layer = config.kv_layer(layer)
         assert config.kv_params is not None
         self.kv_params = config.kv_params
+        self.max_seq_len = config.max_seq_len
         self.window = _effective_window(settings.windows[layer], config.max_seq_len)
         q_dim, kv_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.gated = settings.attention_gate
@@ -189,6 +191,24 @@ class AttentionShard(Module):
             if fused
             else self._store_step_by_step(qkv, step, layer)
         )
+        attended = self._attend(queries, step, layer)
+        if gates is not None:
+            attended = attended.rebind(gates.shape) * ops.sigmoid(gates)
+        return self.o_proj(attended)
+
+    def _attend(self, queries: TensorValue, step: Step, layer: TensorValue) -> TensorValue:
+        """[tokens, heads, head_dim], or with the last two as one, to [tokens, heads * head_dim]."""
+        assert step.kv is not None
+        width, scale = self.num_heads * self.head_dim, self.head_dim**-0.5
+        if queries.device.is_cpu():
+            return attention(
+                queries if queries.rank == 2 else queries.reshape((-1, width)),
+                step.kv,
+                step.row_offsets,
+                self.kv_layer,
+                window=self.max_seq_len if self.window is None else self.window,
+                scale=scale,
+            )
         attended = kernels.flash_attention_ragged(
             self.kv_params,
             queries,
@@ -198,17 +218,18 @@ class AttentionShard(Module):
             MHAMaskVariant.CAUSAL_MASK
             if self.window is None
             else MHAMaskVariant.SLIDING_WINDOW_CAUSAL_MASK,
-            scale=self.head_dim**-0.5,
+            scale=scale,
             local_window_size=-1 if self.window is None else self.window,
         )
-        attended = attended.reshape((-1, self.num_heads * self.head_dim))
-        if gates is not None:
-            attended = attended.rebind(gates.shape) * ops.sigmoid(gates)
-        return self.o_proj(attended)
+        return attended.reshape((-1, width))
 
     def _rotate_and_store(self, qkv: TensorValue, step: Step, layer: TensorValue) -> TensorValue:
         assert step.rope is not None
         assert step.kv is not None
+        if qkv.device.is_cpu():
+            return rotate_and_store(
+                qkv, step.kv, step.row_offsets, step.rope, self.kv_layer, self.widths[0]
+            )
         queries = kernels.rope_split_store_ragged(
             self.kv_params,
             qkv,

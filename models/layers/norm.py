@@ -7,6 +7,7 @@ from max.graph import TensorValue, ops
 from max.nn.layer import Module
 
 from models.config import DecoderConfig, Placed
+from models.kernels import rms_norm
 from models.layers.shards import PerDevice
 from models.weights import DeclaredWeight, FromCheckpoint, Piece, rows_of
 
@@ -46,7 +47,7 @@ class RMSNorm(Module):
 
     def __call__(self, x: TensorValue) -> TensorValue:
         """Any shape whose last dimension is ``dim``."""
-        return ops.rms_norm(x, self.weight, self.eps, weight_offset=self.offset)
+        return rms_norm(x, self.weight, self.eps, self.offset)
 
 
 class DividedRMSNorm(Module):
