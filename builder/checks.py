@@ -257,11 +257,11 @@ def obstacles(
     if deployment.devices.kind is not DeviceKind.cpu:
         return (*found, *_missing_accelerators(deployment))
     assert model.encoding is not None, "resolve chooses the encoding"
-    if model.encoding is not Encoding.float32:
+    if model.encoding is Encoding.bfloat16:
         found.append(
             f"model.encoding: {model.encoding.value} is not computed on the CPU, where MAX's "
             "kernels are slower in it than in float32\n  what works: model.encoding=float32 "
-            "(a checkpoint in another encoding is converted on load)"
+            "(a checkpoint in another encoding is converted on load), or model.encoding=stored"
         )
     weights = sum(items.host for items, _ in held)
     pages = sum(share.kv_pages for _, devices in held for share in devices)

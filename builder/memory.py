@@ -18,6 +18,7 @@ from models.contract import Contract
 from models.exchange import exchange_bytes, exchanged_rows
 from models.layers.vocabulary import EMBED_TOKENS, LM_HEAD
 from models.lora import adapter_slots
+from models.storage import Storage
 from models.weights import DeclaredWeight, FromCheckpoint, Source
 
 
@@ -109,13 +110,16 @@ class WeightItems:
     """Where the bytes of all devices' weights come from."""
 
     checkpoint: int
-    """Every tensor that is read, once, in the computed dtype."""
+    """Every tensor that is read, once, as it is kept."""
 
     replicated: Mapping[str, int]
     """What further copies take, by tensor; the layer's number is left out."""
 
     computed: Mapping[str, int]
-    """Tables that are no tensor of the checkpoint, by name."""
+    """Tables that are no tensor of the checkpoint, by name, and what a layout is padded with."""
+
+    kept: Mapping[str, int]
+    """The bytes of all devices' weights by how they are kept: in a dtype or in an encoding."""
 
     host: int
     """What simulated devices take of the host, which holds equal weights of theirs once."""
@@ -306,32 +310,41 @@ def weight_items(
     """
     held: Counter[str] = Counter()
     computed: Counter[str] = Counter()
-    itemsize: dict[str, int] = {}
-    distinct: dict[Source, DeclaredWeight] = {}
+    kept: Counter[str] = Counter()
+    once: dict[str, int] = {}
+    distinct: dict[tuple[Source, Storage | None], DeclaredWeight] = {}
     for weight in weights:
-        distinct[weight.source] = weight
+        distinct[weight.source, weight.storage] = weight
+        kept[_encoding(weight)] += weight.num_bytes
         if not isinstance(weight.source, FromCheckpoint):
-            computed[_kind(weight.name)] += num_bytes(weight)
+            computed[_kind(weight.name)] += weight.num_bytes
             continue
         for piece in weight.source.pieces:
-            itemsize[piece.tensor] = weight.dtype.size_in_bytes
-            shape = piece.shape(shapes[piece.tensor])
-            held[piece.tensor] += math.prod(shape) * weight.dtype.size_in_bytes
-    once = {name: math.prod(shapes[name]) * size for name, size in itemsize.items()}
+            whole = shapes[piece.tensor]
+            held[piece.tensor] += _bytes_of(weight, math.prod(piece.shape(whole)))
+            once[piece.tensor] = max(once.get(piece.tensor, 0), _bytes_of(weight, math.prod(whole)))
+        computed["padding"] += weight.num_bytes - _bytes_of(weight, math.prod(weight.sizes))
     replicated: Counter[str] = Counter()
     for name, total in held.items():
         replicated[_kind(name)] += total - once[name]
     return WeightItems(
         checkpoint=sum(once.values()),
         replicated={kind: extra for kind, extra in sorted(replicated.items()) if extra},
-        computed=dict(sorted(computed.items())),
-        host=sum(num_bytes(weight) for weight in distinct.values()),
+        computed={kind: size for kind, size in sorted(computed.items()) if size},
+        kept=dict(sorted(kept.items())),
+        host=sum(weight.num_bytes for weight in distinct.values()),
     )
 
 
-def num_bytes(weight: DeclaredWeight) -> int:
-    """The bytes of a weight as it is computed with."""
-    return math.prod(weight.sizes) * weight.dtype.size_in_bytes
+def _bytes_of(weight: DeclaredWeight, values: int) -> int:
+    """The bytes of some of a weight's values, as it is kept."""
+    if weight.storage is None:
+        return values * weight.dtype.size_in_bytes
+    return weight.storage.bytes_of(values)
+
+
+def _encoding(weight: DeclaredWeight) -> str:
+    return weight.dtype.name if weight.storage is None else weight.storage.encoding
 
 
 def _table_rows(weights: Iterable[DeclaredWeight]) -> dict[int, range]:
@@ -348,7 +361,7 @@ def _table_rows(weights: Iterable[DeclaredWeight]) -> dict[int, range]:
 def _bytes_by_holder(weights: Iterable[DeclaredWeight]) -> Counter[int]:
     held: Counter[int] = Counter()
     for weight in weights:
-        held[weight.holder] += num_bytes(weight)
+        held[weight.holder] += weight.num_bytes
     return held
 
 

@@ -275,6 +275,9 @@ def print_placement(plan: Plan, out: Console) -> None:
         out.print(f"       + {human_bytes(extra)} of further copies of {kind}")
     for kind, extra in items.computed.items():
         out.print(f"       + {human_bytes(extra)} computed: {kind}")
+    if len(items.kept) > 1:
+        kept = ", ".join(f"{human_bytes(size)} as {name}" for name, size in items.kept.items())
+        out.print(f"   kept: {kept}")
     out.print(
         f"KV: {plan.num_pages} pages of {plan.deployment.kv.page_size} tokens per replica, "
         f"{human_bytes(plan.kv_bytes_per_token)} per token; "

@@ -53,8 +53,12 @@ from models.settings import ModelSettings
 from models.vision import VISION_PARTS, VisionEncoder
 from models.weights import declared_weights, expected_shapes
 
-DTYPES = {Encoding.float32: DType.float32, Encoding.bfloat16: DType.bfloat16}
-"""What weights, activations and the KV cache are in, per encoding."""
+DTYPES = {
+    Encoding.float32: DType.float32,
+    Encoding.bfloat16: DType.bfloat16,
+    Encoding.stored: DType.float32,
+}
+"""What activations, the KV cache and weights that are not kept otherwise are in, per encoding."""
 
 DEFAULT_MAX_LENGTH = 2048
 """The longest sequence where neither the deployment nor the model asks for less."""
@@ -218,6 +222,9 @@ def _resolved(
     )
     num_pages = _num_pages(deployment, limits)
     limits = replace(limits, num_pages=num_pages)
+    stored = {}
+    if model.encoding is Encoding.stored:
+        stored = {name: info.encoding for name, info in checkpoint.tensors.items()}
     stages, weights, constants = [], [], []
     for placement in _placements(deployment, settings):
         config = decoder_config(
@@ -229,6 +236,7 @@ def _resolved(
             constants=tuple(deployment.constants),
             lora=lora_limits(deployment),
             vision=deployment.vision,
+            stored=stored,
         )
         decoder = CausalDecoder(config)
         stages.append(Stage(config=config, contract=decoder.contract))

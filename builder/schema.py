@@ -35,6 +35,10 @@ class Encoding(Enum):
     bfloat16 = "bfloat16"
     """The accelerators' type."""
 
+    stored = "stored"
+    """As the checkpoint stores them, on the CPU: 16 bit and quantized matrices stay so, and are
+    computed with in float32. Activations are rounded to 8 bits where a matrix is quantized."""
+
 
 class Logits(Enum):
     """Which logits the graph returns beside each sequence's next-token logits."""

@@ -14,6 +14,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from builder.resolve import Plan
+from builder.schema import Encoding
 from builder.sources import cache_folder
 from builder.tokenizer import load_tokenizer, stop_ids
 from models.checkpoints import Checkpoint, SafetensorsCheckpoint
@@ -53,6 +54,11 @@ def check_servable(plan: Plan) -> None:
         "kv.num_pages": deployment.kv.num_pages is not None
         and "a number of pages; MAX's server takes what fits in the memory",
     }
+    if plan.encoding is Encoding.stored:
+        raise ConfigError(
+            "model.encoding: task=serve can't serve stored: MAX's server reads the weights itself, "
+            "from safetensors\n  what works: model.encoding=float32"
+        )
     for key, reason in reasons.items():
         if reason:
             raise ConfigError(f"deployment.{key}: task=serve can't serve {reason}")
@@ -87,7 +93,7 @@ def server_arguments(plan: Plan, folder: Path) -> list[str]:
         f"--device-memory-utilization={plan.deployment.devices.memory_utilization:g}",
         f"--data-parallel-degree={parallel.data}",
         f"--ep-size={parallel.expert}",
-        f"--quantization-encoding={plan.encoding.value}",
+        f"--quantization-encoding={plan.stages[0].config.dtype.name}",
         f"--max-length={plan.max_length}",
         f"--max-batch-size={batch.max_batch_size}",
         f"--max-batch-input-tokens={batch.max_batch_input_tokens}",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from builder.memory import num_bytes
 from builder.resolve import Plan
 from models.config import DecoderConfig
 from models.decoder import CausalDecoder, constant_weights, projecting
@@ -50,7 +49,7 @@ def _stage_bytes(config: DecoderConfig, sequences: Sequence[int]) -> int:
         if id(weight) in experts:
             total += _expert_bytes(config, weight, tokens, sum(sequences))
         elif id(weight) not in looked_up and tokens:
-            total += num_bytes(weight)
+            total += weight.num_bytes
     for weight in (*rotations, *positions):
         total += sequences[placement.replica(weight.holder)] * _row_bytes(weight)
     # Where no table of its own projects, the embedding's does.
@@ -59,7 +58,7 @@ def _stage_bytes(config: DecoderConfig, sequences: Sequence[int]) -> int:
     for weight in embedding:
         tokens = sequences[placement.replica(weight.holder)]
         if tokens and weight.holder in whole:
-            total += num_bytes(weight)
+            total += weight.num_bytes
         elif placement.is_first:
             total += tokens * _row_bytes(weight)
     return total
@@ -71,7 +70,7 @@ def _expert_bytes(config: DecoderConfig, weight: DeclaredWeight, own: int, every
     assert experts is not None
     tokens = every if config.placement.expert > 1 else own
     chosen = min(experts.num_experts, tokens * experts.top_k)
-    return num_bytes(weight) * chosen // experts.num_experts
+    return weight.num_bytes * chosen // experts.num_experts
 
 
 def _routed(decoder: CausalDecoder) -> Iterable[DeclaredWeight]:
@@ -87,4 +86,4 @@ def _weights(parent: object, name: str) -> list[DeclaredWeight]:
 
 
 def _row_bytes(weight: DeclaredWeight) -> int:
-    return num_bytes(weight) // weight.sizes[0]
+    return weight.num_bytes // weight.sizes[0]

@@ -12,6 +12,8 @@ from max.driver import CPU, Buffer
 from max.dtype import DType
 from max.graph import BufferType, TensorType
 
+from models.arena import large_pages
+
 
 def zeroed(buffer: BufferType) -> Buffer:
     """A buffer of zeros of a type whose sizes are static.
@@ -21,7 +23,7 @@ def zeroed(buffer: BufferType) -> Buffer:
     """
     shape = [int(dim) for dim in buffer.shape]
     if buffer.device.is_cpu():
-        return Buffer.from_numpy(np.zeros(shape, buffer.dtype.to_numpy()))
+        return Buffer.from_numpy(large_pages(shape, np.dtype(buffer.dtype.to_numpy())))
     return Buffer.zeros(shape, buffer.dtype, buffer.device.to_device())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,6 +28,11 @@ class Placed(Protocol):
         """The dtype of weights and activations."""
         ...
 
+    @property
+    def stored(self) -> Mapping[str, str]:
+        """The encoding of each matrix that is kept as the checkpoint stores it."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig:
@@ -46,6 +52,9 @@ class VisionConfig:
 
     signal_bytes: int | None = None
     """The size of one signal buffer; ``None`` where no device exchanges with another."""
+
+    stored: Mapping[str, str] = field(default_factory=dict)
+    """The encoding of each matrix that is kept as the checkpoint stores it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +137,10 @@ class DecoderConfig:
 
     constants: tuple[str, ...] = ()
     """The weights that this stage takes as inputs."""
+
+    stored: Mapping[str, str] = field(default_factory=dict)
+    """The encoding of each matrix that is kept as the checkpoint stores it, by canonical name;
+    others are held in the dtype."""
 
     lora: LoraLimits | None = None
     """The adapters that are served; ``None`` for none."""

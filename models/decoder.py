@@ -14,7 +14,7 @@ from models.collectives import Collectives, collectives_for
 from models.config import DecoderConfig
 from models.exchange import Exchange, exchange_for
 from models.graph_api import GraphApiModule
-from models.kernels import place_rows
+from models.kernels import Matrix, place_rows
 from models.layers.attention import Attention
 from models.layers.delta import GatedDelta
 from models.layers.experts import MixtureOfExperts
@@ -35,6 +35,7 @@ from models.layers.vocabulary import (
     TableShard,
     declare_table,
     embed,
+    projects_from_embedding,
 )
 from models.lora import Routing
 from models.placement import Placement
@@ -129,14 +130,15 @@ class CausalDecoder(GraphApiModule):
             self.embed_positions = PositionTable(config)
         if placement.is_first and not _is_constant(config):
             self.embed_tokens = LayerList(
-                [TableShard(config, EMBED_TOKENS, holder) for holder in holders]
+                [TableShard(config, EMBED_TOKENS, holder, gathers=True) for holder in holders]
             )
         self.layers = LayerList([DecoderLayer(config, layer) for layer in placement.layers])
         if placement.is_last:
             self.head = OutputHead(config)
-            tensor = EMBED_TOKENS if settings.tie_word_embeddings else LM_HEAD
-            shares = settings.tie_word_embeddings and (placement.is_first or _is_constant(config))
-            if not shares:
+            tied = settings.tie_word_embeddings
+            tensor = EMBED_TOKENS if tied else LM_HEAD
+            shares = placement.is_first and projects_from_embedding(config)
+            if not (shares or (tied and _is_constant(config))):
                 self.output = LayerList(
                     [
                         TableShard(config, tensor, holder)
@@ -200,14 +202,14 @@ class CausalDecoder(GraphApiModule):
 
     def _embedding_tables(
         self, inputs: DecoderInputs[TensorValue, BufferValue]
-    ) -> Sequence[TensorValue]:
+    ) -> Sequence[Matrix]:
         if inputs.constants is not None:
-            return list(inputs.constants[TOKEN_EMBEDDING])
+            declared = self.constant_weights()[TOKEN_EMBEDDING]
+            values = inputs.constants[TOKEN_EMBEDDING]
+            return [w.matrix_of(value) for w, value in zip(declared, values, strict=True)]
         return [shard() for shard in self.embed_tokens]
 
-    def _output_tables(
-        self, inputs: DecoderInputs[TensorValue, BufferValue]
-    ) -> Sequence[TensorValue]:
+    def _output_tables(self, inputs: DecoderInputs[TensorValue, BufferValue]) -> Sequence[Matrix]:
         if hasattr(self, "output"):
             return [shard() for shard in self.output]
         tables = self._embedding_tables(inputs)
@@ -262,7 +264,13 @@ def constant_weights(config: DecoderConfig) -> dict[str, tuple[DeclaredWeight, .
     holders: Sequence[int] = range(len(placement.devices))
     if not placement.is_first:
         holders = projecting(placement, config.settings)
-    return {TOKEN_EMBEDDING: tuple(declare_table(config, EMBED_TOKENS, h) for h in holders)}
+    return {
+        TOKEN_EMBEDDING: tuple(
+            # A later stage's is not looked up in; yet stages share a constant's buffers.
+            declare_table(config, EMBED_TOKENS, holder, gathers=True)
+            for holder in holders
+        )
+    }
 
 
 def scratch_types(config: DecoderConfig) -> tuple[BufferType, ...] | None:

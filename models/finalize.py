@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from max.dtype import DType
@@ -89,6 +90,7 @@ def decoder_config(
     constants: tuple[str, ...] = (),
     lora: LoraLimits | None = None,
     vision: bool = False,
+    stored: Mapping[str, str] | None = None,
 ) -> DecoderConfig:
     """The finalized configuration of one stage, completed with what it declares.
 
@@ -101,6 +103,7 @@ def decoder_config(
         constants: Weights held as inputs, by the stages that read them.
         lora: The adapters that are served; ``None`` for none.
         vision: Whether images are served.
+        stored: The encoding of each matrix that is kept as the checkpoint stores it.
     """
     config = DecoderConfig(
         settings=settings,
@@ -120,6 +123,7 @@ def decoder_config(
             if name == TOKEN_EMBEDDING and reads_token_embedding(settings, placement)
         ),
         lora=lora,
+        stored={} if stored is None else stored,
     )
     return replace(
         config,
@@ -162,4 +166,5 @@ def vision_config(first: DecoderConfig) -> VisionConfig | None:
         placement=placement,
         dtype=first.dtype,
         signal_bytes=signal_bytes(placement),
+        stored=first.stored,
     )

@@ -6,21 +6,25 @@ placement, the memory plan and the loading all read the same declaration.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from max.driver import Buffer
 from max.dtype import DType
-from max.graph import DeviceRef, TensorType, Weight
+from max.graph import DeviceRef, TensorType, TensorValue, Weight
 from max.nn.layer import Module
 
+from models.arena import Arena
 from models.buffers import as_dtype
+from models.kernels import Matrix
+from models.storage import Storage, Stored
 
 Array = npt.NDArray[np.float32]
 
@@ -28,8 +32,17 @@ Array = npt.NDArray[np.float32]
 class TensorReader(Protocol):
     """What loading needs of a checkpoint."""
 
+    @property
+    def keeps(self) -> bool:
+        """Whether what it has read is in memory to stay, and is shared."""
+        ...
+
     def read(self, name: str, rows: slice = ...) -> Array:
         """Rows of one tensor as float32."""
+        ...
+
+    def read_stored(self, name: str, rows: slice = ...) -> Stored:
+        """Rows of one tensor as they are stored, where the encoding is one that is kept."""
         ...
 
 
@@ -56,6 +69,16 @@ class Piece:
         rows = slice(None) if self.rows is None else slice(*self.rows)
         values = reader.read(self.tensor, rows)
         return values if self.columns is None else values[:, slice(*self.columns)]
+
+    def read_stored(self, reader: TensorReader, storage: Storage) -> Stored:
+        """The piece's values as they are stored; its columns are whole blocks."""
+        assert not self.transposed, "transposed tensors are converted"
+        rows = slice(None) if self.rows is None else slice(*self.rows)
+        stored = reader.read_stored(self.tensor, rows)
+        if self.columns is None:
+            return stored
+        first, end = (column // storage.block for column in self.columns)
+        return stored[:, first:end]
 
     def _part(self, values: Array) -> Array:
         rows, columns = (
@@ -106,6 +129,7 @@ class DeclaredWeight(Weight):
         device: Where it resides.
         source: Where its values come from.
         holder: The position of that device in the stage's placement.
+        storage: How it is kept, where not in the dtype; it is a matrix then.
     """
 
     def __init__(
@@ -116,16 +140,34 @@ class DeclaredWeight(Weight):
         device: DeviceRef,
         source: Source,
         holder: int = 0,
+        storage: Storage | None = None,
     ) -> None:
-        super().__init__(name, dtype, shape, device)
+        kept = TensorType(dtype, list(shape), device)
+        if storage is not None:
+            rows, columns = shape
+            kept = storage.type(rows, columns, device)
+        super().__init__(name, kept.dtype, [int(dim) for dim in kept.shape], device)
         self.source = source
         self.holder = holder
         self.sizes = shape
+        self.storage = storage
+        self.input_type = kept
+        """Its type where it is an input instead."""
 
     @property
-    def input_type(self) -> TensorType:
-        """Its type where it is an input instead."""
-        return TensorType(self.dtype, list(self.sizes), self.device)
+    def matrix(self) -> Matrix:
+        """Its values in the graph that is traced."""
+        return self.matrix_of(self)
+
+    def matrix_of(self, values: TensorValue) -> Matrix:
+        """The same with values from an input of the graph."""
+        rows, columns = self.sizes
+        return Matrix(values, rows, columns, self.storage)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that it takes on its device."""
+        return math.prod(int(dim) for dim in self.input_type.shape) * self.dtype.size_in_bytes
 
 
 def rows_of(tensor: str, rows: range, width: int = 1, transposed: bool = False) -> Piece:
@@ -192,6 +234,12 @@ def expected_shapes(weights: Iterable[DeclaredWeight]) -> dict[str, tuple[int, .
     return shapes
 
 
+Values: TypeAlias = npt.NDArray[Any] | Buffer
+"""What a graph reads a weight from."""
+
+_Made = tuple[Source, DType, Storage | None]
+
+
 class WeightLoader:
     """Makes the values of weights, those of the same source once.
 
@@ -203,20 +251,17 @@ class WeightLoader:
 
     def __init__(self, reader: TensorReader) -> None:
         self._reader = reader
-        self._made: dict[tuple[Source, DType], Array | Buffer] = {}
+        self._made: dict[_Made, Values] = {}
+        self._arena = Arena()
 
-    def load(self, weights: Mapping[str, DeclaredWeight]) -> dict[str, Array | Buffer]:
+    def load(self, weights: Mapping[str, DeclaredWeight]) -> dict[str, Values]:
         """The values of every weight, C-contiguous in its dtype on the host, by full name."""
-        missing = {
-            (w.source, w.dtype): w
-            for w in weights.values()
-            if (w.source, w.dtype) not in self._made
-        }
+        missing = {_made(w): w for w in weights.values() if _made(w) not in self._made}
         # numpy gives up the interpreter lock while it dequantizes.
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            made = pool.map(partial(_make, self._reader), missing.values())
+            made = pool.map(partial(_make, self._reader, self._arena), missing.values())
             self._made.update(zip(missing, made, strict=True))
-        return {name: self._made[weight.source, weight.dtype] for name, weight in weights.items()}
+        return {name: self._made[_made(weight)] for name, weight in weights.items()}
 
     def buffer(self, weight: DeclaredWeight) -> Buffer:
         """The values of one weight, on its device."""
@@ -225,14 +270,23 @@ class WeightLoader:
         return held if weight.device.is_cpu() else held.to(weight.device.to_device())
 
 
-def _make(reader: TensorReader, weight: DeclaredWeight) -> Array | Buffer:
+def _made(weight: DeclaredWeight) -> _Made:
+    """What weights of the same values have in common."""
+    return weight.source, weight.dtype, weight.storage
+
+
+def _make(reader: TensorReader, arena: Arena, weight: DeclaredWeight) -> Values:
     if isinstance(weight.source, Computed):
         values = weight.source.values()
+    elif weight.storage is not None:
+        rows = [piece.read_stored(reader, weight.storage) for piece in weight.source.pieces]
+        return weight.storage.pack(rows[0] if len(rows) == 1 else np.concatenate(rows), arena)
     elif len(weight.source.pieces) == 1:
-        # One piece needs no copy: float32 safetensors stay mapped.
         values = weight.source.pieces[0].read(reader)
+        if not reader.keeps:
+            values = arena.place(values)
     else:
-        values = np.empty(weight.sizes, np.float32)
+        values = arena.take(weight.sizes, np.dtype(np.float32))
         row = 0
         for piece in weight.source.pieces:
             part = piece.read(reader)

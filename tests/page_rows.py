@@ -78,6 +78,7 @@ def _results(number: int, passed: bool, deployment: str) -> dict[str, Any]:
             "pass": passed,
             "tolerance": 1e-4,
             "encoding": "float32",
+            "relative": False,
             "max_abs_diff": largest,
             "max_rel_diff": largest,
             "tokens_equal": passed,

@@ -226,7 +226,7 @@ def verification(rows: Sequence[JobRow]) -> Verification | None:
 
 def _largest(verify: Any) -> tuple[float | None, bool]:
     # In float32 the tolerance is absolute.
-    relative = verify["encoding"] != "float32"
+    relative = verify["relative"]
     return verify["max_rel_diff" if relative else "max_abs_diff"], relative
 
 

@@ -18,6 +18,7 @@ from models.errors import ConfigError
 from models.families import family_for
 from models.families.base import ConfigReader, Family
 from models.settings import ModelSettings
+from models.storage import Stored
 
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.attention\.bias$|\.attn\.bias$|\.masked_bias$")
 """Buffers that old exporters saved beside the weights; they are recomputed, never read."""
@@ -47,6 +48,9 @@ class Checkpoint(ABC):
         path: The file or folder.
     """
 
+    keeps = False
+    """Nothing that is read is kept (``TensorReader``)."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -70,6 +74,19 @@ class Checkpoint(ABC):
 
         Returns:
             float32; a view of the file where the format allows it, so treat it as read-only.
+        """
+
+    @abstractmethod
+    def read_stored(self, name: str, rows: slice = slice(None)) -> Stored:
+        """Reads rows of one matrix as they are stored.
+
+        Args:
+            name: The canonical name.
+            rows: Which rows.
+
+        Returns:
+            uint8 ``[rows, blocks, bytes of a block]``; a view of the file where its order of rows
+            is ours, so treat it as read-only.
         """
 
     @property

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,9 @@ from gguf.quants import dequantize
 
 from models.checkpoints.base import Checkpoint, TensorInfo
 from models.errors import ConfigError
+from models.storage import Stored
+
+_T = TypeVar("_T", bound=np.generic)
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -215,11 +218,9 @@ class GGUFCheckpoint(Checkpoint):
     def read(self, name: str, rows: slice = slice(None)) -> npt.NDArray[np.float32]:
         """Dequantizes rows of one tensor, in Hugging Face's order of rows."""
         location = self._locations[name]
-        block, block_bytes = GGML_QUANT_SIZES[location.quantization]
-        *outer, width = location.info.shape
-        stored = np.frombuffer(
-            self._data, np.uint8, location.info.num_bytes, location.offset
-        ).reshape(*outer, width // block * block_bytes)
+        stored = self._stored(location)
+        *outer, _, _ = stored.shape
+        stored = stored.reshape(*outer, -1)
         # A tensor of rank 1 has no rows to choose before it is dequantized.
         chosen = stored[rows] if outer else stored
         try:
@@ -233,7 +234,19 @@ class GGUFCheckpoint(Checkpoint):
             values = values[rows]
         return self._unpermute(name, values)
 
-    def _unpermute(self, name: str, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    def read_stored(self, name: str, rows: slice = slice(None)) -> Stored:
+        """Reads rows of one matrix as they are stored, in Hugging Face's order of rows."""
+        return self._unpermute(name, self._stored(self._locations[name])[rows])
+
+    def _stored(self, location: _Location) -> Stored:
+        """A tensor's bytes, the last dimension in blocks."""
+        block, block_bytes = GGML_QUANT_SIZES[location.quantization]
+        *outer, width = location.info.shape
+        return np.frombuffer(
+            self._data, np.uint8, location.info.num_bytes, location.offset
+        ).reshape(*outer, width // block, block_bytes)
+
+    def _unpermute(self, name: str, values: npt.NDArray[_T]) -> npt.NDArray[_T]:
         # llama.cpp's converter interleaves the two halves of each query and key head of a
         # Llama, because its rotary embedding pairs neighbours; ours pairs the halves.
         if self.metadata["general.architecture"] != "llama" or not re.search(

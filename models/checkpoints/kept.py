@@ -8,7 +8,9 @@ from threading import Lock
 import numpy as np
 import numpy.typing as npt
 
+from models.arena import Arena
 from models.checkpoints.base import Checkpoint
+from models.storage import Stored
 
 
 class KeptTensors:
@@ -22,12 +24,16 @@ class KeptTensors:
         max_bytes: How much may be kept.
     """
 
+    keeps = True
+    """Loaders need no copies (``TensorReader``)."""
+
     def __init__(self, checkpoint: Checkpoint, max_bytes: int) -> None:
         self._checkpoint = checkpoint
         self._room = max_bytes
         self._kept: dict[str, npt.NDArray[np.float32]] = {}
         self._locks: dict[str, Lock] = defaultdict(Lock)
         self._bookkeeping = Lock()
+        self._arena = Arena()
 
     def read(self, name: str, rows: slice = slice(None)) -> npt.NDArray[np.float32]:
         """Rows of one tensor as float32; treat it as read-only.
@@ -42,8 +48,17 @@ class KeptTensors:
             if name not in self._kept:
                 if not self._takes(name):
                     return self._checkpoint.read(name, rows)
-                self._kept[name] = self._checkpoint.read(name)
+                self._kept[name] = self._arena.place(self._checkpoint.read(name))
             return self._kept[name][rows]
+
+    def read_stored(self, name: str, rows: slice = slice(None)) -> Stored:
+        """Rows of one tensor as they are stored: the file's own memory, which needs no keeping.
+
+        Args:
+            name: The canonical name.
+            rows: Which rows of the first dimension.
+        """
+        return self._checkpoint.read_stored(name, rows)
 
     def _takes(self, name: str) -> bool:
         size = int(np.prod(self._checkpoint.tensors[name].shape)) * np.dtype(np.float32).itemsize

@@ -11,6 +11,7 @@ from max.dtype import DType
 from max.graph.weights import WeightData
 
 from models.errors import ConfigError
+from models.storage import Stored
 
 
 class LoadedWeights:
@@ -19,6 +20,9 @@ class LoadedWeights:
     Args:
         state: The tensors by canonical name.
     """
+
+    keeps = False
+    """What MAX has mapped is copied (``TensorReader``)."""
 
     def __init__(self, state: Mapping[str, WeightData]) -> None:
         self._state = state
@@ -39,3 +43,7 @@ class LoadedWeights:
             return (halves.astype(np.uint32) << 16).view(np.float32)
         assert isinstance(buffer, Buffer)
         return buffer.to_numpy()[rows].astype(np.float32, copy=False)
+
+    def read_stored(self, name: str, rows: slice = slice(None)) -> Stored:
+        """Nothing is kept as it is stored: MAX's configuration says what is computed in."""
+        raise AssertionError(f"{name}[{rows}] is converted")

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from models.checkpoints.base import Checkpoint, TensorInfo, is_ignored, read_json_object, short_name
 from models.errors import ConfigError
+from models.storage import Stored
 
 _STORED_AS: dict[str, npt.DTypeLike] = {
     "F64": np.float64,
@@ -76,6 +77,12 @@ class SafetensorsCheckpoint(Checkpoint):
         location = self._locations[name]
         return _values(self._map(location.file), location, rows)
 
+    def read_stored(self, name: str, rows: slice = slice(None)) -> Stored:
+        """Reads rows of one matrix as they are stored: a view of the mapped file."""
+        location = self._locations[name]
+        stored = _stored(self._map(location.file), location)[rows]
+        return stored.view(np.uint8).reshape(*stored.shape, stored.itemsize)
+
     def _map(self, file: Path) -> mmap.mmap:
         # One map per file for as long as the checkpoint lives; views of it are handed out.
         if file not in self._maps:
@@ -109,13 +116,18 @@ def read_tensors(file: Path) -> dict[str, npt.NDArray[np.float32]]:
 
 def _values(mapped: mmap.mmap, location: _Location, rows: slice) -> npt.NDArray[np.float32]:
     info = location.info
-    stored = np.frombuffer(
-        mapped, _STORED_AS[info.encoding], math.prod(info.shape), location.offset
-    ).reshape(info.shape)[rows]
+    stored = _stored(mapped, location)[rows]
     if info.encoding == "BF16":
         # bfloat16 is the upper half of a float32.
         return (stored.astype(np.uint32) << 16).view(np.float32)
     return stored.astype(np.float32, copy=False)
+
+
+def _stored(mapped: mmap.mmap, location: _Location) -> npt.NDArray[Any]:
+    info = location.info
+    return np.frombuffer(
+        mapped, _STORED_AS[info.encoding], math.prod(info.shape), location.offset
+    ).reshape(info.shape)
 
 
 def _locate(folder: Path) -> dict[str, _Location]:

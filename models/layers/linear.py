@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 
 from max.graph import TensorValue, ops
 from max.nn.layer import Module
 
 from models.config import Placed
-from models.kernels import lora_products, matmul
+from models.kernels import lora_products
 from models.lora import AdapterSlot, Routing
+from models.storage import Storage, storage_of
 from models.weights import DeclaredWeight, FromCheckpoint, Piece
 
 
@@ -29,6 +32,9 @@ class Linear(Module):
 
     The bias is added in the product's own rank, [tokens, out]: MAX 26.7 miscompiles its own CPU
     product where it is reshaped to another rank and then broadcast against.
+
+    Where the checkpoint's encodings are kept, pieces of different encodings are weights of their
+    own, whose products lie side by side.
 
     Args:
         config: The configuration.
@@ -52,9 +58,16 @@ class Linear(Module):
     ) -> None:
         super().__init__()
         device = config.placement.devices[holder]
-        self.weight = DeclaredWeight(
-            "weight", config.dtype, (out_dim, in_dim), device, FromCheckpoint(pieces), holder
-        )
+        self._names: list[str] = []
+        for storage, alike in groupby(pieces, partial(_storage, config, out_dim, in_dim)):
+            run = tuple(alike)
+            rows = out_dim if len(run) == len(pieces) else sum(_rows(piece) for piece in run)
+            # Where one encoding is kept, as ever: "weight".
+            name = f"weight_{len(self._names)}" if self._names else "weight"
+            shape, source = (rows, in_dim), FromCheckpoint(run)
+            weight = DeclaredWeight(name, config.dtype, shape, device, source, holder, storage)
+            setattr(self, name, weight)
+            self._names.append(name)
         self.bias = (
             None
             if bias is None
@@ -91,7 +104,8 @@ class Linear(Module):
 
     def __call__(self, x: TensorValue) -> TensorValue:
         """[tokens, in_dim] to [tokens, out_dim]."""
-        y = matmul(x, self.weight)
+        parts = [getattr(self, name).matrix.product(x) for name in self._names]
+        y = parts[0] if len(parts) == 1 else ops.concat(parts, axis=1)
         if self.bias is not None:
             y = y + self.bias
         return y if self._bound is None else y + self._added(x, self._bound)
@@ -110,3 +124,15 @@ class Linear(Module):
         self, x: TensorValue, stacks: tuple[TensorValue, TensorValue], bound: _Bound
     ) -> TensorValue:
         return lora_products(x, *stacks, bound.routing, bound.first_row, bound.max_tokens)
+
+
+def _storage(config: Placed, out_dim: int, in_dim: int, piece: Piece) -> Storage | None:
+    """How rows of a product's weight are kept; ``None`` where they are converted."""
+    encoding = None if piece.transposed else config.stored.get(piece.tensor)
+    rows = out_dim if piece.rows is None else _rows(piece)
+    return storage_of(encoding, rows, in_dim, *(piece.columns or ()))
+
+
+def _rows(piece: Piece) -> int:
+    assert piece.rows is not None, "a tensor that is stacked with others says its rows"
+    return piece.rows[1] - piece.rows[0]

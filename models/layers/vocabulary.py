@@ -12,10 +12,11 @@ from max.nn.transformer import ReturnHiddenStates, ReturnLogits
 
 from models.collectives import Collectives
 from models.config import DecoderConfig
-from models.kernels import matmul
+from models.kernels import Matrix
 from models.layers.norm import ReplicatedNorm
 from models.layers.shards import Sharded
 from models.role_contracts import DecoderOutputs
+from models.storage import Storage, storage_of
 from models.weights import DeclaredWeight, Piece, rows_of
 
 EMBED_POSITIONS = "embed_positions.weight"
@@ -28,13 +29,16 @@ EMBED_TOKENS, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 """The checkpoint tensors of the two tables."""
 
 
-def declare_table(config: DecoderConfig, tensor: str, holder: int) -> DeclaredWeight:
+def declare_table(
+    config: DecoderConfig, tensor: str, holder: int, gathers: bool = False
+) -> DeclaredWeight:
     """One device's rows of a table with one row per token id.
 
     Args:
         config: The decoder's configuration.
         tensor: The checkpoint tensor.
         holder: The position of the device that holds it.
+        gathers: Whether tokens' rows are looked up in it.
     """
     rows = config.placement.vocabulary(config.settings, holder)
     return DeclaredWeight(
@@ -44,7 +48,19 @@ def declare_table(config: DecoderConfig, tensor: str, holder: int) -> DeclaredWe
         config.placement.devices[holder],
         rows_of(tensor, rows).alone(),
         holder,
+        _table_storage(config, tensor, len(rows), gathers),
     )
+
+
+def projects_from_embedding(config: DecoderConfig) -> bool:
+    """Whether the output projection can read the table that tokens are looked up in."""
+    kept = _table_storage(config, EMBED_TOKENS, config.settings.vocab_size, gathers=False)
+    return config.settings.tie_word_embeddings and (kept is None or kept.gathers)
+
+
+def _table_storage(config: DecoderConfig, tensor: str, rows: int, gathers: bool) -> Storage | None:
+    storage = storage_of(config.stored.get(tensor), rows, config.settings.hidden_size)
+    return None if storage is not None and gathers and not storage.gathers else storage
 
 
 class TableShard(Module):
@@ -54,15 +70,18 @@ class TableShard(Module):
         config: The decoder's configuration.
         tensor: The checkpoint tensor.
         holder: The position of the device that holds it.
+        gathers: Whether tokens' rows are looked up in it.
     """
 
-    def __init__(self, config: DecoderConfig, tensor: str, holder: int) -> None:
+    def __init__(
+        self, config: DecoderConfig, tensor: str, holder: int, gathers: bool = False
+    ) -> None:
         super().__init__()
-        self.weight = declare_table(config, tensor, holder)
+        self.weight = declare_table(config, tensor, holder, gathers)
 
-    def __call__(self) -> TensorValue:
+    def __call__(self) -> Matrix:
         """[rows, hidden]."""
-        return self.weight
+        return self.weight.matrix
 
 
 class PositionTable(Sharded):
@@ -101,7 +120,7 @@ class _PositionTableCopy(Module):
 
 def embed(
     config: DecoderConfig,
-    tables: Sequence[TensorValue],
+    tables: Sequence[Matrix],
     tokens: Sequence[TensorValue],
     collectives: Collectives,
 ) -> list[TensorValue]:
@@ -120,7 +139,7 @@ def embed(
         Per device [tokens, hidden].
     """
     if not config.placement.splits_vocabulary(config.settings):
-        return [ops.gather(table, ids, axis=0) for table, ids in zip(tables, tokens, strict=True)]
+        return [table.gather(ids) for table, ids in zip(tables, tokens, strict=True)]
     parts = []
     for holder, (table, ids) in enumerate(zip(tables, tokens, strict=True)):
         rows = config.placement.vocabulary(config.settings, holder)
@@ -130,7 +149,7 @@ def embed(
         )
         local = ops.max(ops.min(ids, last), first)
         held = ops.unsqueeze(ops.cast(ops.equal(local, ids), config.dtype), 1)
-        parts.append(ops.gather(table, local - first, axis=0) * held)
+        parts.append(table.gather(local - first) * held)
     return collectives.sum_in_replicas(parts)
 
 
@@ -149,7 +168,7 @@ class OutputHead(Module):
     def __call__(
         self,
         xs: Sequence[TensorValue],
-        tables: Sequence[TensorValue],
+        tables: Sequence[Matrix],
         ends: Sequence[TensorValue],
         row_offsets: TensorValue,
         return_n_logits: TensorValue,
@@ -200,7 +219,7 @@ class OutputHead(Module):
     def _project(
         self,
         hidden: Sequence[TensorValue],
-        tables: Sequence[TensorValue],
+        tables: Sequence[Matrix],
         collectives: Collectives,
     ) -> TensorValue:
         placement = self.config.placement
@@ -231,8 +250,8 @@ class OutputHead(Module):
         return collectives.concat_replicas(rows[:: self.config.placement.group])
 
 
-def _logits(hidden: TensorValue, table: TensorValue) -> TensorValue:
-    return ops.cast(matmul(hidden, table), DType.float32)
+def _logits(hidden: TensorValue, table: Matrix) -> TensorValue:
+    return ops.cast(table.product(hidden), DType.float32)
 
 
 def _last_rows(ends: TensorValue, count: TensorValue) -> TensorValue:
