@@ -100,7 +100,7 @@ class Cell:
 
 
 def random_batch(
-    batch_size: int, context: int, settings: ModelSettings, seed: int
+    batch_size: int, context: int, settings: ModelSettings, seed: int | Sequence[int]
 ) -> list[list[int]]:
     """Prompts of random token ids, none of them an image's, that differ from their first token.
 

@@ -16,7 +16,9 @@ from itertools import chain, count
 from typing import Any
 
 import numpy as np
+from max import tree
 from max.driver import Buffer
+from max.nn.kv_cache import KVCacheInputsPerDevice
 from max.pipelines.context import ImageMetadata, TextAndVisionContext, TextContext, TokenBuffer
 from max.pipelines.kv_cache import PagedKVCacheManager
 from max.pipelines.lib.interfaces.pipeline_model import ModelOutputs
@@ -26,6 +28,7 @@ from builder.images import Pixels, image_hash
 from builder.sampling import Logits, Sampler
 from models.buffers import host_values
 from models.kv_cache import with_prefix_caching
+from models.repeated_step import RepeatedStep
 
 
 @dataclass(eq=False)
@@ -130,6 +133,8 @@ class Runner:
         self._step_tokens = self._batch.max_batch_input_tokens
         self._page_size = self.plan.deployment.kv.page_size
         self._unshared = count()
+        self._repeated: RepeatedStep | None = None
+        """Makes the next steps while the batch stays as it is."""
         self._kv = PagedKVCacheManager(
             params=with_prefix_caching(self.model.kv_params, self.plan.prefix_caching),
             session=compiled.session,
@@ -172,6 +177,17 @@ class Runner:
             for request in waiting:
                 request.finish = ended
 
+    def touch_pages(self) -> None:
+        """Writes to every KV page of the host, while no sequence has one.
+
+        The system gives memory when it is first written, which would be part of the first steps
+        that reach a page; where speed is measured it is done before.
+        """
+        inputs = self._kv.runtime_inputs([[] for _ in range(self.plan.num_replicas)])
+        for cache in tree.leaves(inputs, leaf=KVCacheInputsPerDevice):
+            if cache.kv_blocks.device.is_host:
+                cache.kv_blocks.to_numpy()[...] = 0
+
     def limit_step(self, tokens: int) -> None:
         """Makes steps smaller than the deployment allows, never larger.
 
@@ -186,6 +202,7 @@ class Runner:
         return sum(self._kv.block_count(i).free for i in range(self.plan.num_replicas))
 
     def _release(self, context: TextContext) -> None:
+        self._repeated = None
         self._kv.release(context)
         self.model.release(context.request_id)
 
@@ -212,6 +229,7 @@ class Runner:
             # Of equal replicas, the one with the fewest sequences.
             chosen = max(able, key=lambda index: (free[index], -len(replicas[index])))
             free[chosen] -= self._pages(request)
+            self._repeated = None
             context = self._context(request)
             self._kv.claim(context, chosen)
             replicas[chosen].append((waiting.popleft(), context))
@@ -258,6 +276,9 @@ class Runner:
         replicas: Sequence[Sequence[Running]],
         on_token: Callable[[Request, int], None],
     ) -> None:
+        if self._repeated is not None and self._repeated.left:
+            self._repeat(self._repeated, list(chain.from_iterable(replicas)), on_token)
+            return
         began = time.perf_counter()
         batches = [self._schedule(running) for running in replicas]
         batch = list(chain.from_iterable(batches))
@@ -274,15 +295,39 @@ class Runner:
         outputs = self.model.execute(inputs)
         execute = time.perf_counter() - before
         self._deliver_logits(batch, outputs)
-        assert outputs.next_token_logits is not None
-        next_logits = host_values(outputs.next_token_logits)
+        next_token_logits = outputs.next_token_logits
+        assert next_token_logits is not None
+        next_logits = host_values(next_token_logits)
         for row, (request, context) in enumerate(batch):
             if context.tokens.actively_chunked:
                 context.tokens.advance_chunk()
             else:
                 self._advance(request, context, next_logits[row], on_token)
             self._kv.step(context)
+        self._repeated = None
+        if decoding == tokens == sum(map(len, replicas)) and outputs.logits is next_token_logits:
+            self._repeated = self.model.repeated(inputs)
         self.times.each.append(StepTime(tokens, decoding, execute, time.perf_counter() - began))
+
+    def _repeat(
+        self,
+        repeated: RepeatedStep,
+        batch: Sequence[Running],
+        on_token: Callable[[Request, int], None],
+    ) -> None:
+        """Computes a step of a batch that is as it was.
+
+        The KV manager is told of its tokens when a sequence needs the next page.
+        """
+        began = time.perf_counter()
+        tokens = [request.ids[-1] for request, _ in batch]
+        before = time.perf_counter()
+        outputs = repeated.execute(tokens)
+        execute = time.perf_counter() - before
+        for (request, context), logits in zip(batch, host_values(outputs), strict=True):
+            self._advance(request, context, logits, on_token)
+        took = time.perf_counter() - began
+        self.times.each.append(StepTime(len(batch), len(batch), execute, took))
 
     def _schedule(self, running: Sequence[Running]) -> list[Running]:
         """Chooses a replica's step: what decodes, then prompts, the last in a chunk."""

@@ -17,7 +17,7 @@ from max.driver import Buffer, Device
 from max.engine import InferenceSession, Model
 from max.graph import DeviceRef
 from max.graph.weights import Weights, WeightsAdapter
-from max.nn.kv_cache import KVCacheParamInterface, MultiKVCacheParams
+from max.nn.kv_cache import KVCacheParamInterface, KVCacheParams, MultiKVCacheParams
 from max.nn.transformer import ReturnHiddenStates, ReturnLogits
 from max.pipelines.context import TextContext
 from max.pipelines.kv_cache.config import KVCacheConfig
@@ -49,6 +49,7 @@ from models.graphs import VISION_ROLE, Loaded, LoadedGraphs, RoleModules, lastin
 from models.images import ImageStore
 from models.lora import AdapterStore
 from models.placement import stage_role
+from models.repeated_step import RepeatedStep, can_repeat
 from models.role_contracts import ImageInputs
 from models.state import RequestStateStore
 from models.vision import VisionEncoder
@@ -331,6 +332,19 @@ class GraphApiDecoderPipelineModel(
             )
         inputs = replace(last, stage_boundary=boundary)
         return self.batch_processor.process_outputs(self.model.execute(*tree.leaves(inputs)))
+
+    def repeated(self, model_inputs: ModelInputs) -> RepeatedStep | None:
+        """The steps after one in which every sequence decoded; ``None`` where they need more.
+
+        Args:
+            model_inputs: What that step was prepared with.
+        """
+        assert isinstance(model_inputs, GraphApiDecoderModelInputs)
+        first, *others = model_inputs.stages
+        if others or not can_repeat(first):
+            return None
+        assert isinstance(self.kv_params, KVCacheParams)
+        return RepeatedStep(self.model, first, self.kv_params.page_size)
 
     def _encode(self, inputs: ImageInputs[Buffer, Buffer]) -> list[Buffer]:
         """Runs the VISION graph."""
