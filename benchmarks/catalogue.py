@@ -16,9 +16,12 @@ from builder.serving import served_folder
 from models.checkpoints.gguf import GGUFCheckpoint
 
 ROLECALL = {
-    "float32": ("model.encoding=float32",),
+    "float32": (None, ("model.encoding=float32",)),
+    "BF16": ("BF16", ("model.encoding=stored",)),
+    "Q4_1": ("Q4_1", ("model.encoding=stored",)),
+    "Q4_0": ("Q4_0", ("model.encoding=stored",)),
 }
-"""Our own variants: a label, and the overrides that make it."""
+"""Our own variants: the format of the file, where not the workload's own, and the overrides."""
 
 LLAMA_CPP = ("F32", "BF16", "Q4_1", "Q4_0")
 """The formats of llama.cpp's file; the one that the file has is the file as it is."""
@@ -48,8 +51,18 @@ class Engine:
     """What its interpreter must have; nothing where that is ours."""
 
 
-def _rolecall(overrides: tuple[str, ...]) -> Callable[[Workload], dict[str, Any]]:
-    return lambda work: {"overrides": [*work.overrides, *work.limits, *overrides]}
+def _rolecall(kind: str | None, overrides: tuple[str, ...]) -> Callable[[Workload], dict[str, Any]]:
+    def settings(work: Workload) -> dict[str, Any]:
+        file = []
+        if kind is not None:
+            # The file that llama.cpp reads, too.
+            path = _gguf(work, kind)
+            file = ["model=local", f"model.source={path}"]
+        # The same prompts come again: what is measured is computing them.
+        alone = "deployment.kv.prefix_caching=false"
+        return {"overrides": [*work.overrides, *work.limits, *file, alone, *overrides]}
+
+    return settings
 
 
 def _max(encoding: str) -> Callable[[Workload], dict[str, Any]]:
@@ -62,13 +75,18 @@ def _max(encoding: str) -> Callable[[Workload], dict[str, Any]]:
     }
 
 
+def _gguf(work: Workload, kind: str) -> Path:
+    """The workload's model as a GGUF file of some format."""
+    checkpoint = work.plan.checkpoint
+    if not isinstance(checkpoint, GGUFCheckpoint):
+        raise UnavailableError(f"{checkpoint.path} is no GGUF file")
+    return gguf_file(checkpoint.path, kind)
+
+
 def _llama_cpp(kind: str) -> Callable[[Workload], dict[str, Any]]:
     def settings(work: Workload) -> dict[str, Any]:
-        checkpoint = work.plan.checkpoint
-        if not isinstance(checkpoint, GGUFCheckpoint):
-            raise UnavailableError(f"{checkpoint.path} is no GGUF file")
         return {
-            "file": str(gguf_file(checkpoint.path, kind)),
+            "file": str(_gguf(work, kind)),
             "batch": work.batch,
             "max_length": work.max_length,
             "threads": work.threads,
@@ -85,8 +103,8 @@ ENGINES: dict[str, Engine] = {
     engine.name: engine
     for engine in (
         *(
-            Engine(f"rolecall-{label}", "rolecall", _rolecall(overrides))
-            for label, overrides in ROLECALL.items()
+            Engine(f"rolecall-{label}", "rolecall", _rolecall(kind, overrides))
+            for label, (kind, overrides) in ROLECALL.items()
         ),
         Engine("max-float32", "max_pipeline", _max("float32")),
         *(

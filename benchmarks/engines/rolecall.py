@@ -27,6 +27,7 @@ def load(settings: dict[str, Any]) -> tuple[Generate, str]:
     config = compose(settings["overrides"])
     plan = resolve(config.model, config.deployment, open_checkpoint(fetch(config.model)))
     runner = Runner(compile_registration(build(plan), process_session()))
+    runner.touch_pages()
 
     def generate(prompts: Prompts, new: int) -> Generation:
         # The runner mixes prefill and decode: earlier prompts go on until the last has them all.
