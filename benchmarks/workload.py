@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from builder.compose import compose
+from builder.machine import memory_bytes
 from builder.resolve import Plan, resolve
 from builder.sources import fetch
 from builder.tokenizer import load_tokenizer
@@ -90,11 +91,9 @@ class Workload:
         Args:
             batch: Sequences at once.
         """
-        settings = self.plan.settings
-        token = 2 * 4 * settings.num_layers * settings.num_kv_heads * settings.head_dim
-        needed = self.plan.weights.total + (batch + 1) * self.max_length * token
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return min(0.9, 1.2 * needed / total)
+        tokens = (batch + 1) * self.max_length
+        needed = self.plan.weights.total + tokens * self.plan.kv_bytes_per_token
+        return min(0.9, 1.2 * needed / memory_bytes())
 
     def prompts(self, case: Case) -> list[list[int]]:
         """The prompts of a case: text of our pages from different places, or random ids.

@@ -304,9 +304,9 @@ class Runner:
             else:
                 self._advance(request, context, next_logits[row], on_token)
             self._kv.step(context)
-        self._repeated = None
-        if decoding == tokens == sum(map(len, replicas)) and outputs.logits is next_token_logits:
-            self._repeated = self.model.repeated(inputs)
+        alike = decoding == tokens == sum(map(len, replicas))
+        only = outputs.logits is next_token_logits
+        self._repeated = self.model.repeated(inputs) if alike and only else None
         self.times.each.append(StepTime(tokens, decoding, execute, time.perf_counter() - began))
 
     def _repeat(

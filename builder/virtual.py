@@ -6,7 +6,6 @@ the CPU before would be for them.
 
 from __future__ import annotations
 
-import os
 import resource
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 
 from builder.accelerators import accelerator_of, compile_error, max_reason
 from builder.apart import answer_order, carry_out
+from builder.machine import memory_bytes
 from builder.resolve import Plan, resolve
 from builder.schema import DeploymentConfig, ModelConfig
 
@@ -72,7 +72,7 @@ def _how_it_ended(name: str) -> str:
 
 
 def _memory_limit() -> int:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = memory_bytes()
     return int(total * MEMORY_PART)
 
 

@@ -59,9 +59,11 @@ def run(job: Job) -> None:
     if task.max_new_tokens < 1:
         raise ConfigError(f"task.max_new_tokens: {task.max_new_tokens} is less than 1")
     plan = job.plan()
-    usual = _tolerance(plan)
-    exact = usual == EXACT
-    tolerance = usual if task.tolerance is None else task.tolerance
+    exact = _is_exact(plan)
+    tolerance = task.tolerance
+    if tolerance is None:
+        rounded = BFLOAT16 if plan.encoding is Encoding.bfloat16 else QUANTIZED
+        tolerance = EXACT if exact else rounded
     if not 0 < tolerance < math.inf:
         raise ConfigError(f"task.tolerance: {tolerance} is not a number above 0")
     step_tokens = _step_tokens(task, plan)
@@ -227,9 +229,8 @@ def _prompts(task: VerifyTask, plan: Plan) -> list[Prompt]:
     return prompts
 
 
-def _tolerance(plan: Plan) -> float:
-    """How much logits may differ from those of the plain deployment in float32."""
-    if plan.encoding is Encoding.bfloat16:
-        return BFLOAT16
+def _is_exact(plan: Plan) -> bool:
+    """Whether it computes in float32, and rounds nothing on the way."""
     kept = [STORAGES[encoding] for encoding in plan.weights.kept if encoding in STORAGES]
-    return QUANTIZED if any(storage.rounds_activations for storage in kept) else EXACT
+    rounds = any(storage.rounds_activations for storage in kept)
+    return plan.encoding is not Encoding.bfloat16 and not rounds

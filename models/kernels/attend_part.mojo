@@ -81,20 +81,18 @@ def attend_part(
         _fetch(values.unsafe_offset(here * kv.stride()), here * kv.stride())
         for head in range(kv.heads):
             var row = 0
-            while row < group:
-                var own = head * group + row
-                var out = partial.unsafe_offset(own * (kv.dim + 2) + 2)
-                var weights = scores.unsafe_offset(own * count + position - begin)
-                var source = values.unsafe_offset(head * kv.dim)
-                if row + 3 <= group:
-                    _add_values[3](out, weights, count, source, kv, here)
-                    row += 3
-                elif row + 2 <= group:
-                    _add_values[2](out, weights, count, source, kv, here)
-                    row += 2
-                else:
-                    _add_values[1](out, weights, count, source, kv, here)
-                    row += 1
+            comptime for most in [3, 2, 1]:
+                while row + most <= group:
+                    var own = head * group + row
+                    _add_values[most](
+                        partial.unsafe_offset(own * (kv.dim + 2) + 2),
+                        scores.unsafe_offset(own * count + position - begin),
+                        count,
+                        values.unsafe_offset(head * kv.dim),
+                        kv,
+                        here,
+                    )
+                    row += most
         position += here
     _ = query_at^
     _ = score_at^

@@ -3,7 +3,7 @@
 from std.collections import Array
 from std.sys import simd_width_of
 
-from .tile import F32, WIDTH
+from .tile import F32, WIDTH, load_wide
 
 # Outputs of a panel: two registers' worth.
 comptime PANEL = 2 * WIDTH
@@ -26,10 +26,10 @@ def fill_panel[
     var row = 0
     while row + 4 <= width:
         for at in range(0, whole, WIDTH):
-            var a = _load(w, row * k + at)
-            var b = _load(w, (row + 1) * k + at)
-            var c = _load(w, (row + 2) * k + at)
-            var d = _load(w, (row + 3) * k + at)
+            var a = load_wide(w, row * k + at)
+            var b = load_wide(w, (row + 1) * k + at)
+            var c = load_wide(w, (row + 2) * k + at)
+            var d = load_wide(w, (row + 3) * k + at)
             var four = a.interleave(c).interleave(b.interleave(d))
             comptime for i in range(WIDTH):
                 panel.unsafe_offset((at + i) * PANEL + row).unsafe_store(
@@ -126,8 +126,3 @@ def _tile[
                 comptime if accumulates:
                     value += out.unsafe_offset(column).unsafe_load()
                 out.unsafe_offset(column).unsafe_store(value)
-
-
-@always_inline
-def _load[dtype: DType, //](w: Pointer[Scalar[dtype], _], at: Int) -> SIMD[F32, WIDTH]:
-    return w.unsafe_offset(at).unsafe_load[width=WIDTH]().cast[F32]()

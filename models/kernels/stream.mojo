@@ -2,7 +2,7 @@
 
 from std.collections import Array
 
-from .tile import F32, WIDTH
+from .tile import F32, WIDTH, load_wide
 
 # Sums of one row that do not wait for each other.
 comptime CHAINS = 4
@@ -40,12 +40,12 @@ def _dot[
     var at = 0
     while at + CHAINS * WIDTH <= k:
         comptime for chain in range(CHAINS):
-            sums[chain] = _load(x, at + chain * WIDTH).fma(
-                _load(w, at + chain * WIDTH), sums[chain]
+            sums[chain] = load_wide(x, at + chain * WIDTH).fma(
+                load_wide(w, at + chain * WIDTH), sums[chain]
             )
         at += CHAINS * WIDTH
     while at + WIDTH <= k:
-        sums[0] = _load(x, at).fma(_load(w, at), sums[0])
+        sums[0] = load_wide(x, at).fma(load_wide(w, at), sums[0])
         at += WIDTH
     comptime for chain in range(1, CHAINS):
         sums[0] += sums[chain]
@@ -56,8 +56,3 @@ def _dot[
             * w.unsafe_offset(last).unsafe_load().cast[F32]()
         )
     return total
-
-
-@always_inline
-def _load[dtype: DType, //](row: Pointer[Scalar[dtype], _], at: Int) -> SIMD[F32, WIDTH]:
-    return row.unsafe_offset(at).unsafe_load[width=WIDTH]().cast[F32]()

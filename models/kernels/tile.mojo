@@ -12,6 +12,12 @@ comptime PARALLEL_FROM = 1 << 17
 
 
 @always_inline
+def load_wide[dtype: DType, //](row: Pointer[Scalar[dtype], _], at: Int) -> SIMD[F32, WIDTH]:
+    """A register of consecutive elements, in float32."""
+    return row.unsafe_offset(at).unsafe_load[width=WIDTH]().cast[F32]()
+
+
+@always_inline
 def tile[
     dtype: DType, //, rows: Int, columns: Int
 ](
@@ -32,9 +38,7 @@ def tile[
     for at in range(0, whole, WIDTH):
         var weights = Array[SIMD[F32, WIDTH], columns](fill=0)
         comptime for c in range(columns):
-            weights[c] = (
-                w.unsafe_offset(c * w_stride + at).unsafe_load[width=WIDTH]().cast[F32]()
-            )
+            weights[c] = load_wide(w, c * w_stride + at)
         comptime for r in range(rows):
             var values = x.unsafe_offset(x_at[r] + at).unsafe_load[width=WIDTH]()
             comptime for c in range(columns):
@@ -81,23 +85,18 @@ def products[
         var out = y.unsafe_offset(column)
         var row = 0
         if column + TILE <= columns:
-            while row + TILE <= rows:
-                tile[TILE, TILE](
-                    x, _take[TILE](x_at, row), weights, w_stride, out, _take[TILE](y_at, row), k
-                )
-                row += TILE
-            if rows - row == 3:
-                tile[3, TILE](
-                    x, _take[3](x_at, row), weights, w_stride, out, _take[3](y_at, row), k
-                )
-            elif rows - row == 2:
-                tile[2, TILE](
-                    x, _take[2](x_at, row), weights, w_stride, out, _take[2](y_at, row), k
-                )
-            elif rows - row == 1:
-                tile[1, TILE](
-                    x, _take[1](x_at, row), weights, w_stride, out, _take[1](y_at, row), k
-                )
+            comptime for most in [TILE, 3, 2, 1]:
+                while row + most <= rows:
+                    tile[most, TILE](
+                        x,
+                        _take[most](x_at, row),
+                        weights,
+                        w_stride,
+                        out,
+                        _take[most](y_at, row),
+                        k,
+                    )
+                    row += most
             column += TILE
         else:
             while row < rows:
