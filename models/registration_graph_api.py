@@ -341,7 +341,8 @@ class GraphApiDecoderPipelineModel(
         """
         assert isinstance(model_inputs, GraphApiDecoderModelInputs)
         first, *others = model_inputs.stages
-        if others or not can_repeat(first):
+        # What a step takes of images is put in as it is executed.
+        if others or self.images is not None or not can_repeat(first):
             return None
         assert isinstance(self.kv_params, KVCacheParams)
         return RepeatedStep(self.model, first, self.kv_params.page_size)

@@ -201,6 +201,8 @@ def _layer_config(placement: Placement) -> DecoderConfig:
 class _Random:
     """A checkpoint of random values whose router reads the first dimensions."""
 
+    keeps = False
+
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         if name.endswith("gate.weight"):
             return np.eye(NUM_EXPERTS, HIDDEN, dtype=np.float32)

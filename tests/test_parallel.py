@@ -411,6 +411,7 @@ def test_compare_names_the_largest_difference_and_sees_nan() -> None:
 def test_loader_makes_the_values_of_one_source_once() -> None:
     class Reader:
         reads = 0
+        keeps = False
 
         def read(self, _name, rows=slice(None)):
             self.reads += 1

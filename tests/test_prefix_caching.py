@@ -19,6 +19,7 @@ from conftest import (
     limited,
     plan_for,
 )
+from max.engine import Model
 from max.nn.kv_cache import KVCacheParams
 from test_command import read, rolecall
 
@@ -42,17 +43,18 @@ Count = Callable[[Compiled], list[int]]
 
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> Count:
-    """Has a deployment's steps counted: the tokens of each."""
+    """Has a deployment's steps counted: the tokens that its first graph takes in each."""
 
     def count(compiled: Compiled) -> list[int]:
         steps: list[int] = []
-        execute = compiled.model.execute
+        first, execute = compiled.model.models[0], Model.execute
 
-        def counted(inputs: Any) -> Any:
-            steps.append(inputs.tokens.shape[0])
-            return execute(inputs)
+        def counted(model: Model, *args: Any) -> Any:
+            if model is first:
+                steps.append(args[0].shape[0])
+            return execute(model, *args)
 
-        monkeypatch.setattr(compiled.model, "execute", counted)
+        monkeypatch.setattr(Model, "execute", counted)
         return steps
 
     return count
