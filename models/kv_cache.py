@@ -86,12 +86,12 @@ def with_prefix_caching(
     return replace(params, enable_prefix_caching=prefix_caching)
 
 
-@dataclass(kw_only=True)
-class HostMHAKVCacheParams(MHAKVCacheParams):
-    """MAX's parameters, with pages that cost nothing until they are written.
+class _OnHost(KVCacheParams):
+    """MAX's parameters, without the inputs that only accelerators' kernels read.
 
-    MAX fills a pool with zeros at once, about three seconds per GiB on a small machine; memory
-    that the operating system zeroes when it is first touched starts at once.
+    Pages cost nothing until they are written. MAX fills a pool with zeros at once, about three
+    seconds per GiB on a small machine; memory that the operating system zeroes when it is first
+    touched starts at once.
     """
 
     def allocate_buffers(self, total_num_pages: int, _prefix: str = "") -> list[KVCacheBuffer]:
@@ -100,20 +100,16 @@ class HostMHAKVCacheParams(MHAKVCacheParams):
         Args:
             total_num_pages: Pages per replica, the null page included.
         """
-        return _lazily_zeroed(self, total_num_pages, _prefix)
-
-
-@dataclass(kw_only=True)
-class HostMLAKVCacheParams(MLAKVCacheParams):
-    """The same of latents, without the inputs that only accelerators' kernels read."""
-
-    def allocate_buffers(self, total_num_pages: int, _prefix: str = "") -> list[KVCacheBuffer]:
-        """One zeroed pool per device, grouped by replica.
-
-        Args:
-            total_num_pages: Pages per replica, the null page included.
-        """
-        return _lazily_zeroed(self, total_num_pages, _prefix)
+        shape = (total_num_pages, *self.shape_per_block)
+        return [
+            KVCacheBuffer(
+                leaf_id=self.leaf_id(_prefix),
+                values=[zeroed(BufferType(self.dtype, shape, device)) for device in devices],
+                scales=None,
+                replicates_kv_across_tp=self.replicates_kv_across_tp,
+            )
+            for devices in self.devices_per_replica
+        ]
 
     def _get_symbolic_inputs_for_replica(
         self, *args: Any, **kwargs: Any
@@ -127,18 +123,15 @@ class HostMLAKVCacheParams(MLAKVCacheParams):
         return _without_dispatch(super()._build_kvcache_inputs_per_device(*args, **kwargs))
 
 
+@dataclass(kw_only=True)
+class HostMHAKVCacheParams(_OnHost, MHAKVCacheParams):
+    """A cache of keys and values."""
+
+
+@dataclass(kw_only=True)
+class HostMLAKVCacheParams(_OnHost, MLAKVCacheParams):
+    """A cache of latents."""
+
+
 def _without_dispatch(inputs: Any) -> Any:
     return replace(inputs, attention_dispatch_metadata=None, mla_num_partitions=None)
-
-
-def _lazily_zeroed(params: KVCacheParams, total_num_pages: int, prefix: str) -> list[KVCacheBuffer]:
-    shape = (total_num_pages, *params.shape_per_block)
-    return [
-        KVCacheBuffer(
-            leaf_id=params.leaf_id(prefix),
-            values=[zeroed(BufferType(params.dtype, shape, device)) for device in devices],
-            scales=None,
-            replicates_kv_across_tp=params.replicates_kv_across_tp,
-        )
-        for devices in params.devices_per_replica
-    ]

@@ -11,6 +11,7 @@ from max.driver import Buffer
 from max.dtype import DType
 from max.engine import Model
 from max.graph import BufferType, DeviceRef, Graph, TensorType, ops
+from max.nn.kv_cache.cache_params import PACKED_PAGE_STRIDE
 
 from builder.compile import process_session
 from models.kernels import kernel_library, rms_norm
@@ -25,8 +26,12 @@ def _step() -> Model:
     types = [
         TensorType(DType.float32, ["tokens", "width"], CPU),
         BufferType(DType.float32, ["pages", 2, LAYERS, "page", "heads", "dim"], CPU),
+        TensorType(DType.int64, [1], CPU),
         TensorType(DType.uint32, ["sequences", "most_pages"], CPU),
         TensorType(DType.uint32, ["sequences"], CPU),
+        # The most new tokens of a sequence, and the most in all.
+        TensorType(DType.uint32, [1], CPU),
+        TensorType(DType.uint32, [1], CPU),
         TensorType(DType.uint32, ["offsets"], CPU),
         TensorType(DType.float32, ["positions", "dim"], CPU),
         TensorType(DType.float32, [1], CPU),
@@ -35,12 +40,13 @@ def _step() -> Model:
         TensorType(DType.float32, ["query_width"], CPU),
     ]
     with Graph("step", input_types=types, custom_extensions=[kernel_library()]) as graph:
-        qkv, pages, table, lengths, offsets, angles, scale, sizes, width = graph.inputs
+        qkv, pages, stride, table, lengths, *most, offsets, angles, scale, sizes, width = (
+            graph.inputs
+        )
         result = TensorType(DType.float32, [qkv.tensor.shape[0], width.tensor.shape[0]], CPU)
-        cached = [pages, table, lengths, offsets]
-        values = [qkv, *cached, angles, sizes]
+        values = [qkv, pages, stride, table, lengths, offsets, angles, sizes]
         (queries,) = ops.inplace_custom("rolecall_rotate_and_store", CPU, values, [result])
-        values = [queries, *cached, scale, sizes]
+        values = [queries, pages, stride, table, lengths, *most, offsets, scale, sizes]
         (attended,) = ops.inplace_custom("rolecall_attention", CPU, values, [result])
         graph.output(queries, attended)
     return process_session().load(graph)
@@ -70,7 +76,12 @@ def _rotated(heads: np.ndarray, angle: np.ndarray) -> np.ndarray:
 
 
 def _check(
-    heads: Heads, page: int, cached: list[int], new: list[int], window: int = 1 << 20
+    heads: Heads,
+    page: int,
+    cached: list[int],
+    new: list[int],
+    window: int = 1 << 20,
+    apart: int = 1,
 ) -> None:
     """Compares a step with numpy: rotated queries, what all pages hold, and the attention.
 
@@ -80,13 +91,17 @@ def _check(
         cached: Tokens that each sequence has in the cache.
         new: Its tokens of this step.
         window: How many tokens back a token sees, itself included.
+        apart: How many pages' sizes lie between the beginnings of two pages.
     """
     generator = np.random.default_rng(sum(cached) + sum(new) + page)
     dim, key_heads = heads.dim, heads.heads
     totals = [before + now for before, now in zip(cached, new, strict=True)]
     most = max((-(-total // page) for total in totals), default=1)
     num_pages = most * len(new) + 3
-    pages = generator.standard_normal((num_pages, 2, LAYERS, page, key_heads, dim), np.float32)
+    shape = (apart * num_pages, 2, LAYERS, page, key_heads, dim)
+    pool = generator.standard_normal(shape, np.float32)
+    pages = pool[::apart]
+    stride = PACKED_PAGE_STRIDE if apart == 1 else pages.strides[0] // pages.itemsize
     table = generator.permutation(num_pages)[: most * len(new)].reshape(len(new), most)
     tokens = sum(new)
     width = heads.query_width + 2 * key_heads * dim
@@ -100,9 +115,12 @@ def _check(
             Buffer.from_numpy,
             (
                 qkv,
-                pages,
+                pool,
+                np.array([stride], np.int64),
                 table.astype(np.uint32),
                 np.array(cached, np.uint32),
+                np.array([max(new, default=0)], np.uint32),
+                np.array([max(totals, default=0)], np.uint32),
                 np.cumsum([0, *new]).astype(np.uint32),
                 angles.astype(np.float32),
                 np.array([0.2], np.float32),
@@ -174,6 +192,10 @@ def test_a_step_without_tokens_does_nothing() -> None:
     _check(Heads(16, 1), 16, [], [])
 
 
+def test_pages_may_lie_further_apart_than_they_are_long() -> None:
+    _check(Heads(64, 3), 16, [5, 0, 200], [1, 70, 1], apart=3)
+
+
 @pytest.mark.parametrize("window", [1, 7, 16, 64, 65, 150, 1000])
 def test_a_window_hides_what_is_further_back(window: int) -> None:
     _check(Heads(64, 3), 16, [0, 70, 200, 150, 3], [100, 1, 1, 40, 2], window)
@@ -195,8 +217,11 @@ def test_scores_that_are_too_large_for_exp_attend_to_the_largest(new: list[int])
             (
                 qkv,
                 pages,
+                np.array([PACKED_PAGE_STRIDE], np.int64),
                 np.arange(8, dtype=np.uint32)[None],
                 np.array([context], np.uint32),
+                np.array(new, np.uint32),
+                np.array([context + new[0]], np.uint32),
                 np.array([0, *new], np.uint32),
                 angles,
                 np.array([1], np.float32),
@@ -206,6 +231,26 @@ def test_scores_that_are_too_large_for_exp_attend_to_the_largest(new: list[int])
         )
     )
     np.testing.assert_array_equal(outputs[1].to_numpy(), np.full((*new, heads.query_width), 7))
+
+
+@pytest.mark.parametrize(("most_new", "most"), [(2, 8), (3, 7)])
+def test_a_batch_that_outgrows_its_own_limits_is_refused(most_new: int, most: int) -> None:
+    inputs = (
+        np.zeros((3, 48), np.float32),
+        np.zeros((1, 2, LAYERS, 16, 1, 16), np.float32),
+        np.array([PACKED_PAGE_STRIDE], np.int64),
+        np.array([[0]], np.uint32),
+        np.array([5], np.uint32),
+        np.array([most_new], np.uint32),
+        np.array([most], np.uint32),
+        np.array([0, 3], np.uint32),
+        np.zeros((8, 16), np.float32),
+        np.ones(1, np.float32),
+        np.array([LAYER, 1 << 20], np.int64),
+        np.zeros(16, np.float32),
+    )
+    with pytest.raises(ValueError, match="sequence 0 has 3 new tokens behind 5"):
+        _step().execute(*map(Buffer.from_numpy, inputs))
 
 
 @cache

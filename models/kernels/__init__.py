@@ -173,6 +173,7 @@ def rotate_and_store(
     values = [
         qkv,
         kv.kv_blocks,
+        kv.page_stride,
         kv.lookup_table,
         kv.cache_lengths,
         row_offsets,
@@ -212,8 +213,11 @@ def attention(
     values = [
         queries,
         kv.kv_blocks,
+        kv.page_stride,
         kv.lookup_table,
         kv.cache_lengths,
+        kv.max_prompt_length,
+        kv.max_cache_length,
         row_offsets,
         _constant([scale], np.float32),
         _constant([layer, window], np.int64),

@@ -28,7 +28,8 @@ comptime LEAST_PART = 64
 struct Attention:
     """Computes y[tokens, heads * dim] of rotated queries; their keys and values are in the cache.
 
-    sizes holds the layer and how many tokens back a token sees, itself included.
+    sizes holds the layer and how many tokens back a token sees, itself included. No sequence may
+    have more new tokens than max_prompt_length, nor more in all than max_cache_length.
     """
 
     @staticmethod
@@ -38,8 +39,11 @@ struct Attention:
         y: OutputTensor[dtype=F32, rank=2, ...],
         queries: InputTensor[dtype=F32, rank=2, ...],
         pages: MutableInputTensor[dtype=F32, rank=6, ...],
+        page_stride: InputTensor[dtype=DType.int64, rank=1, ...],
         lookup_table: InputTensor[dtype=U32, rank=2, ...],
         cache_lengths: InputTensor[dtype=U32, rank=1, ...],
+        max_prompt_length: InputTensor[dtype=U32, rank=1, ...],
+        max_cache_length: InputTensor[dtype=U32, rank=1, ...],
         row_offsets: InputTensor[dtype=U32, rank=1, ...],
         scale: InputTensor[dtype=F32, rank=1, ...],
         sizes: InputTensor[dtype=DType.int64, rank=1, ...],
@@ -48,7 +52,13 @@ struct Attention:
         var sequences = cache_lengths.dim_size(0)
         if queries.dim_size(0) == 0:
             return
-        var kv = cache_of(pages, Int(sizes.unsafe_ptr().unsafe_load()))
+        var kv = cache_of(
+            pages,
+            Int(page_stride.unsafe_ptr().unsafe_load()),
+            Int(sizes.unsafe_ptr().unsafe_load()),
+        )
+        var most_new = Int(max_prompt_length.unsafe_ptr().unsafe_load())
+        var most = Int(max_cache_length.unsafe_ptr().unsafe_load())
         var window = Int(sizes.unsafe_ptr().unsafe_offset(1).unsafe_load())
         var factor = scale.unsafe_ptr().unsafe_load()
         var width = queries.dim_size(1)
@@ -75,6 +85,11 @@ struct Attention:
         for sequence in range(sequences):
             var count = _count(row_offsets, sequence)
             var cached = Int(cache_lengths.unsafe_ptr().unsafe_offset(sequence).unsafe_load())
+            if count > most_new or cached + count > most:
+                raise Error(
+                    t"sequence {sequence} has {count} new tokens behind {cached}, and the batch "
+                    t"{most_new} and {most} in all at most"
+                )
             if count == 1:
                 var begin = max(0, cached + 1 - window)
                 var share = max(LEAST_PART, ceildiv(cached + 1 - begin, parts_each))

@@ -34,14 +34,17 @@ struct Cache(ImplicitlyCopyable, Movable):
         )
 
 
-def cache_of(pages: MutableInputTensor[dtype=F32, rank=6, ...], layer: Int) -> Cache:
-    """Where a layer's keys and values are."""
+def cache_of(
+    pages: MutableInputTensor[dtype=F32, rank=6, ...], page_stride: Int, layer: Int
+) -> Cache:
+    """Where a layer's keys and values are; page_stride is -1 where pages lie side by side."""
     var page = pages.dim_size(3) * pages.dim_size(4) * pages.dim_size(5)
+    var packed = pages.dim_size(1) * pages.dim_size(2) * page
     return Cache(
         page_size=pages.dim_size(3),
         heads=pages.dim_size(4),
         dim=pages.dim_size(5),
-        page_stride=pages.dim_size(1) * pages.dim_size(2) * page,
+        page_stride=packed if page_stride < 0 else page_stride,
         layer_offset=layer * page,
         value_offset=pages.dim_size(2) * page,
     )

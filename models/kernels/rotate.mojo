@@ -30,6 +30,7 @@ struct RotateAndStore:
         y: OutputTensor[dtype=F32, rank=2, ...],
         qkv: InputTensor[dtype=F32, rank=2, ...],
         pages: MutableInputTensor[dtype=F32, rank=6, ...],
+        page_stride: InputTensor[dtype=DType.int64, rank=1, ...],
         lookup_table: InputTensor[dtype=U32, rank=2, ...],
         cache_lengths: InputTensor[dtype=U32, rank=1, ...],
         row_offsets: InputTensor[dtype=U32, rank=1, ...],
@@ -40,7 +41,11 @@ struct RotateAndStore:
         var tokens = qkv.dim_size(0)
         if tokens == 0:
             return
-        var kv = cache_of(pages, Int(layer.unsafe_ptr().unsafe_load()))
+        var kv = cache_of(
+            pages,
+            Int(page_stride.unsafe_ptr().unsafe_load()),
+            Int(layer.unsafe_ptr().unsafe_load()),
+        )
         var width = qkv.dim_size(1)
         var query_width = y.dim_size(1)
         var threads = 1 if tokens < PARALLEL_FROM else num_physical_cores()
