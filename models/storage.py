@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -126,11 +126,6 @@ class Blocks(Storage):
     """Whether integers are stored with a sign, and 128 is added in the layout."""
 
     block: int = 32
-    block_bytes: int = field(init=False, default=0)
-
-    def __post_init__(self) -> None:
-        scales = 4 if self.has_minimum else 2
-        object.__setattr__(self, "block_bytes", scales + self.block * self.bits // 8)
 
     @property
     def parameters(self) -> dict[str, int | bool]:
@@ -144,7 +139,7 @@ class Blocks(Storage):
         return TensorType(DType.uint8, [panels, -(-size // _ALIGNMENT) * _ALIGNMENT], device)
 
     def pack(self, stored: Stored, arena: Arena) -> npt.NDArray[np.uint8]:
-        """Panels of 16 rows: the integers by block, then the scales, then the minima."""
+        """Panels of 16 rows: of each block the integers, then the scales, then the minima."""
         rows, blocks, _ = stored.shape
         shape = self.type(rows, blocks * self.block, DeviceRef.CPU()).shape
         packed = arena.take([int(dim) for dim in shape], np.dtype(np.uint8))
@@ -158,21 +153,23 @@ class Blocks(Storage):
 
     def _fill(self, packed: npt.NDArray[np.uint8], stored: Stored) -> None:
         panels, blocks = len(packed), stored.shape[1]
-        header = 4 if self.has_minimum else 2
-        groups = (self.block_bytes - header) // 4
-        by_panel = stored.reshape(panels, PANEL_ROWS, blocks, self.block_bytes)
-        end = blocks * groups * 4 * PANEL_ROWS
+        integer_bytes = self.block * self.bits // 8
+        # The scale, and the minimum, come before the integers.
+        header = self.block_bytes - integer_bytes
+        of_row = stored.reshape(panels, PANEL_ROWS, blocks, self.block_bytes)
+        size = self.block_bytes * PANEL_ROWS
+        of_panel = packed[:, : blocks * size].reshape(panels, blocks, size)
+        end = integer_bytes * PANEL_ROWS
+        integers, scales = of_panel[..., :end], of_panel[..., end:]
         # The four bytes of a group are moved as one.
-        words = np.ascontiguousarray(by_panel[..., header:]).view(np.uint32)
-        integers = packed[:, :end].view(np.uint32).reshape(panels, blocks, groups, PANEL_ROWS)
-        integers[...] = words.transpose(0, 2, 3, 1)
+        words = np.ascontiguousarray(of_row[..., header:]).view(np.uint32)
+        shape = (panels, blocks, integer_bytes // 4, PANEL_ROWS)
+        integers.view(np.uint32).reshape(shape)[...] = words.transpose(0, 2, 3, 1)
         if self.signed:
-            packed[:, :end] ^= 0x80
-        for at in range(0, header, 2):
-            halves = np.ascontiguousarray(by_panel[..., at : at + 2]).view(np.uint16)[..., 0]
-            begin, end = end, end + blocks * 2 * PANEL_ROWS
-            out = packed[:, begin:end].view(np.uint16).reshape(panels, blocks, PANEL_ROWS)
-            out[...] = halves.transpose(0, 2, 1)
+            integers ^= 0x80
+        halves = np.ascontiguousarray(of_row[..., :header]).view(np.uint16)
+        shape = (panels, blocks, header // 2, PANEL_ROWS)
+        scales.view(np.uint16).reshape(shape)[...] = halves.transpose(0, 2, 3, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,9 +204,9 @@ STORAGES: Mapping[str, Storage] = {
     for storage in (
         Halves(encoding="BF16", dtype=DType.bfloat16),
         Halves(encoding="F16", dtype=DType.float16),
-        Blocks(encoding="Q4_0", bits=4, offset=8),
-        Blocks(encoding="Q4_1", bits=4, has_minimum=True),
-        Blocks(encoding="Q8_0", bits=8, offset=128, signed=True),
+        Blocks(encoding="Q4_0", block_bytes=18, bits=4, offset=8),
+        Blocks(encoding="Q4_1", block_bytes=20, bits=4, has_minimum=True),
+        Blocks(encoding="Q8_0", block_bytes=34, bits=8, offset=128, signed=True),
         SuperBlocks(encoding="Q4_K", quantization=QuantizationEncoding.Q4_K, block_bytes=144),
         SuperBlocks(encoding="Q6_K", quantization=QuantizationEncoding.Q6_K, block_bytes=210),
     )

@@ -2,8 +2,9 @@
 
 The blocks are GGUF's Q4_0, Q4_1 and Q8_0, laid out anew (``models/storage.py``): a panel has 16
 outputs, and of each block of 32 inputs first the integers, four inputs of every output side by
-side, as the processor multiplies them; then come the scales of all its blocks, then what a block's
-integers begin at, where the format says that. Activations are rounded to 8 bits in blocks of 32.
+side, as the processor multiplies them; then the outputs' scales, then what their integers begin at,
+where the format says that. So a product reads a matrix from its beginning to its end, in one stream
+that the processor fetches ahead. Activations are rounded to 8 bits in blocks of 32.
 """
 
 import extensibility
@@ -26,11 +27,21 @@ comptime BLOCK = 32
 comptime LANES = 16
 # Four inputs are multiplied at once: a group.
 comptime GROUPS = BLOCK // 4
-# Bytes of a group of every output, and of the scales of one block.
+# Bytes of a group of every output, and of their scales.
 comptime GROUP_BYTES = 4 * LANES
 comptime SCALE_BYTES = 2 * LANES
 # Rows of a tile: each keeps a register of integers and one of results.
 comptime ROWS = 8
+
+
+def integer_bytes[bits: Int]() -> Int:
+    """Bytes of the integers of one block of every output of a panel."""
+    return BLOCK * LANES * bits // 8
+
+
+def block_bytes[bits: Int, has_minimum: Bool]() -> Int:
+    """The same, with their scales and minima."""
+    return integer_bytes[bits]() + (2 if has_minimum else 1) * SCALE_BYTES
 
 
 @extensibility.register("rolecall_quantized_matmul")
@@ -105,8 +116,8 @@ struct QuantizedMatmul:
             sync_parallelize(round_rows, threads)
         else:
             # Fewer are rounded in less time than a thread takes to begin.
-            for row in range(threads):
-                round_rows(row)
+            for thread in range(threads):
+                round_rows(thread)
         sync_parallelize(multiply, threads)
         _ = groups_of^
         _ = scales_of^
@@ -129,22 +140,22 @@ struct QuantizedRows:
         rows: InputTensor[dtype=DType.int64, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
-        comptime BYTES = BLOCK * LANES * bits // 8
+        comptime BYTES = integer_bytes[bits]()
+        comptime BYTES_OF_BLOCK = block_bytes[bits, has_minimum]()
         var k = y.dim_size(1)
         var blocks = k // BLOCK
         for index in range(y.dim_size(0)):
             var row = Int(rows.unsafe_ptr().unsafe_offset(index).unsafe_load())
             var panel = w.unsafe_ptr().unsafe_offset(row // LANES * w.dim_size(1))
             var lane = row % LANES
-            var scales = panel.unsafe_offset(blocks * BYTES)
-            var minima = scales.unsafe_offset(blocks * SCALE_BYTES)
             var out = y.unsafe_ptr().unsafe_offset(index * k)
             for block in range(blocks):
-                var scale = _halves(scales, block)[lane]
+                var own = panel.unsafe_offset(block * BYTES_OF_BLOCK)
+                var scale = _halves(own.unsafe_offset(BYTES))[lane]
                 var least = -scale * Scalar[F32](offset)
                 comptime if has_minimum:
-                    least = _halves(minima, block)[lane]
-                var codes = panel.unsafe_offset(block * BYTES + 4 * lane)
+                    least = _halves(own.unsafe_offset(BYTES + SCALE_BYTES))[lane]
+                var codes = own.unsafe_offset(4 * lane)
                 comptime for group in range(BYTES // GROUP_BYTES):
                     var four = codes.unsafe_offset(group * GROUP_BYTES).unsafe_load[width=4]()
                     var at = out.unsafe_offset(block * BLOCK + 4 * group)
@@ -194,12 +205,10 @@ def _tile[
     width: Int,
 ):
     """Writes y[rows, width], the products of some rounded rows with a panel."""
-    comptime BYTES = BLOCK * LANES * bits // 8
+    comptime BYTES = integer_bytes[bits]()
     var results = Array[SIMD[F32, LANES], rows](fill=0)
-    var panel_scales = panel.unsafe_offset(blocks * BYTES)
-    var minima = panel_scales.unsafe_offset(blocks * SCALE_BYTES)
     for block in range(blocks):
-        var codes = panel.unsafe_offset(block * BYTES)
+        var codes = panel.unsafe_offset(block * block_bytes[bits, has_minimum]())
         var integers = Array[SIMD[I32, LANES], rows](fill=0)
         comptime if offset != 0:
             comptime for r in range(rows):
@@ -216,12 +225,12 @@ def _tile[
                     )
                 else:
                     integers[r] = _dot4(integers[r], weights, at.unsafe_load())
-        var scale = _halves(panel_scales, block)
+        var scale = _halves(codes.unsafe_offset(BYTES))
         comptime for r in range(rows):
             var own = scales.unsafe_offset(r * blocks + block).unsafe_load()
             results[r] = (scale * own).fma(integers[r].cast[F32](), results[r])
         comptime if has_minimum:
-            var least = _halves(minima, block)
+            var least = _halves(codes.unsafe_offset(BYTES + SCALE_BYTES))
             comptime for r in range(rows):
                 var at = r * blocks + block
                 var sum = sums.unsafe_offset(at).unsafe_load().cast[F32]()
@@ -237,9 +246,9 @@ def _tile[
 
 
 @always_inline
-def _halves(values: Pointer[UInt8, _], block: Int) -> SIMD[F32, LANES]:
-    """Sixteen float16 of a block."""
-    var bytes = values.unsafe_offset(block * SCALE_BYTES).unsafe_load[width=SCALE_BYTES]()
+def _halves(values: Pointer[UInt8, _]) -> SIMD[F32, LANES]:
+    """Sixteen float16."""
+    var bytes = values.unsafe_load[width=SCALE_BYTES]()
     return bitcast[DType.float16, LANES](bytes).cast[F32]()
 
 
