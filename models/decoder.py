@@ -64,6 +64,10 @@ class DecoderLayer(Module):
             config, f"layers.{layer}.post_attention_layernorm"
         )
         self.feed_forward = _feed_forward(config, layer)
+        placement = config.placement
+        # A half is one kernel where nothing is exchanged within it.
+        alone = placement.on_host and placement.group == 1 and config.dtype == DType.float32
+        self.fuses = alone and config.settings.norm != "layer"
 
     def __call__(
         self,
@@ -73,11 +77,26 @@ class DecoderLayer(Module):
         exchange: Exchange | None,
     ) -> list[TensorValue]:
         """Per device [tokens, hidden] to [tokens, hidden]."""
-        xs = _add(xs, self.mixer(self.input_norm(xs), steps, collectives))
-        normed = self.post_attention_norm(xs)
+        xs = self._mix(xs, steps, collectives)
         if isinstance(self.feed_forward, MixtureOfExperts):
+            normed = self.post_attention_norm(xs)
             return _add(xs, self.feed_forward(normed, collectives, exchange))
-        return _add(xs, self.feed_forward(normed, collectives))
+        fused = None
+        if self.fuses:
+            fused = self.feed_forward.with_norm(xs, list(self.post_attention_norm.shards))
+        if fused is not None:
+            return fused
+        return _add(xs, self.feed_forward(self.post_attention_norm(xs), collectives))
+
+    def _mix(
+        self, xs: Sequence[TensorValue], steps: Sequence[Step], collectives: Collectives
+    ) -> list[TensorValue]:
+        fused = None
+        if self.fuses and isinstance(self.mixer, Attention):
+            fused = self.mixer.with_norm(xs, list(self.input_norm.shards), steps)
+        if fused is not None:
+            return fused
+        return _add(xs, self.mixer(self.input_norm(xs), steps, collectives))
 
     def adapted(self, holder: int) -> list[Linear]:
         """A device's products that adapters may add to, in the contract's order."""

@@ -11,15 +11,20 @@ from max.graph import BufferValue, DeviceRef, Dim, TensorType, TensorValue, ops
 from max.nn.kv_cache import PagedCacheValues
 
 from models.kernels import accelerators
+from models.kernels.fused import GROUP, attention_layer, can_fuse, feed_forward
 from models.kernels.library import kernel_library, kernels_version
 from models.kernels.matrix import Matrix, matmul
 from models.lora import Routing
 
 __all__ = [
+    "GROUP",
     "Matrix",
     "attention",
+    "attention_layer",
+    "can_fuse",
     "dispatch_tokens",
     "expert_products",
+    "feed_forward",
     "gated_delta",
     "kernel_library",
     "kernels_version",

@@ -9,6 +9,7 @@ from std.math import ceildiv
 from std.sys import num_physical_cores
 
 from .panel import PANEL, fill_panel, panel_products
+from .phases import counters, take
 from .stream import stream_products
 from .tile import F32, PARALLEL_FROM, TILE, products
 
@@ -33,65 +34,73 @@ struct Matmul:
         var m = x.dim_size(0)
         var k = x.dim_size(1)
         var n = w.dim_size(0)
+        if m == 0:
+            return
         var xp = x.unsafe_ptr()
         var wp = w.unsafe_ptr()
         var yp = y.unsafe_ptr()
-        if m == 0:
-            return
         var threads = 1 if m * n * k < PARALLEL_FROM else num_physical_cores()
+        var panels = ceildiv(n, PANEL)
+        var counts = counters(1)
+        var shared = counts.unsafe_ptr()
 
-        def by_stream(thread: Int) {imm}:
-            var share = ceildiv(n, threads)
-            var begin = thread * share
-            stream_products(
-                xp,
-                wp.unsafe_offset(begin * k),
-                yp.unsafe_offset(begin),
-                n,
-                k,
-                m,
-                min(n, begin + share) - begin,
-            )
-
-        var x_at = List[Int](length=m, fill=0)
-        var y_at = List[Int](length=m, fill=0)
-        for row in range(m):
-            x_at[row] = row * k
-            y_at[row] = row * n
-        var x_rows = x_at.unsafe_ptr()
-        var y_rows = y_at.unsafe_ptr()
-
-        def by_tiles(thread: Int) {imm}:
-            var share = ceildiv(ceildiv(n, threads), TILE) * TILE
-            var begin = thread * share
-            products(
-                xp,
-                x_rows,
-                wp.unsafe_offset(begin * k),
-                k,
-                yp.unsafe_offset(begin),
-                y_rows,
-                k,
-                m,
-                min(n, begin + share) - begin,
-            )
-
-        def by_panels(thread: Int) {imm}:
-            var share = ceildiv(ceildiv(n, threads), PANEL) * PANEL
-            var panel = List[Scalar[F32]](length=PANEL * k, fill=0)
-            for begin in range(thread * share, min(n, (thread + 1) * share), PANEL):
-                var width = min(PANEL, n - begin)
-                fill_panel(panel.unsafe_ptr(), wp.unsafe_offset(begin * k), k, width)
-                panel_products(
-                    xp, k, panel.unsafe_ptr(), PANEL, k, yp.unsafe_offset(begin), n, m, width
+        def work(thread: Int) {imm}:
+            var span = take(shared, 0, panels, threads)
+            while span.count() > 0:
+                var begin = span.begin * PANEL
+                float_products(
+                    xp,
+                    wp.unsafe_offset(begin * k),
+                    yp.unsafe_offset(begin),
+                    n,
+                    k,
+                    m,
+                    min(n, span.end * PANEL) - begin,
                 )
-            _ = panel^
+                span = take(shared, 0, panels, threads)
 
-        if m < TILE:
-            sync_parallelize(by_stream, threads)
-        elif m < PANELS_FROM:
-            sync_parallelize(by_tiles, threads)
-        else:
-            sync_parallelize(by_panels, threads)
+        sync_parallelize(work, threads)
+        _ = counts^
+
+
+@always_inline
+def float_products[
+    dtype: DType, //
+](
+    x: Pointer[Scalar[F32], _],
+    w: Pointer[Scalar[dtype], _],
+    y: Pointer[mut=True, Scalar[F32], _],
+    y_stride: Int,
+    k: Int,
+    rows: Int,
+    columns: Int,
+):
+    """Writes y[rows, columns] = x[rows, k] times the transpose of w[columns, k]."""
+    if rows < TILE:
+        stream_products(x, w, y, y_stride, k, rows, columns)
+    elif rows < PANELS_FROM:
+        var x_at = List[Int](length=rows, fill=0)
+        var y_at = List[Int](length=rows, fill=0)
+        for row in range(rows):
+            x_at[row] = row * k
+            y_at[row] = row * y_stride
+        products(x, x_at.unsafe_ptr(), w, k, y, y_at.unsafe_ptr(), k, rows, columns)
         _ = x_at^
         _ = y_at^
+    else:
+        var panel = List[Scalar[F32]](length=PANEL * k, fill=0)
+        for begin in range(0, columns, PANEL):
+            var width = min(PANEL, columns - begin)
+            fill_panel(panel.unsafe_ptr(), w.unsafe_offset(begin * k), k, width)
+            panel_products(
+                x,
+                k,
+                panel.unsafe_ptr(),
+                PANEL,
+                k,
+                y.unsafe_offset(begin),
+                y_stride,
+                rows,
+                width,
+            )
+        _ = panel^

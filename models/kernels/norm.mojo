@@ -39,27 +39,45 @@ struct RMSNorm:
         def work(thread: Int) {imm}:
             var share = ceildiv(rows, threads)
             for row in range(thread * share, min(rows, (thread + 1) * share)):
-                var source = xp.unsafe_offset(row * width)
-                var result = yp.unsafe_offset(row * width)
-                var whole = width - width % WIDTH
-                var squares = SIMD[F32, WIDTH](0)
-                for at in range(0, whole, WIDTH):
-                    var values = source.unsafe_offset(at).unsafe_load[width=WIDTH]()
-                    squares = values.fma(values, squares)
-                var total = squares.reduce_add()
-                for at in range(whole, width):
-                    var value = source.unsafe_offset(at).unsafe_load()
-                    total += value * value
-                var factor = 1 / sqrt(total / Scalar[F32](width) + epsilon)
-                for at in range(0, whole, WIDTH):
-                    var values = source.unsafe_offset(at).unsafe_load[width=WIDTH]()
-                    var weights = wp.unsafe_offset(at).unsafe_load[width=WIDTH]()
-                    result.unsafe_offset(at).unsafe_store(values * factor * (weights + offset))
-                for at in range(whole, width):
-                    result.unsafe_offset(at).unsafe_store(
-                        source.unsafe_offset(at).unsafe_load()
-                        * factor
-                        * (wp.unsafe_offset(at).unsafe_load() + offset)
-                    )
+                norm_row(
+                    yp.unsafe_offset(row * width),
+                    xp.unsafe_offset(row * width),
+                    wp,
+                    width,
+                    epsilon,
+                    offset,
+                )
 
         sync_parallelize(work, threads)
+
+
+@always_inline
+def norm_row(
+    result: Pointer[mut=True, Scalar[F32], _],
+    source: Pointer[Scalar[F32], _],
+    weight: Pointer[Scalar[F32], _],
+    width: Int,
+    epsilon: Scalar[F32],
+    offset: Scalar[F32],
+):
+    """Writes source / rms(source) * (weight + offset)."""
+    var whole = width - width % WIDTH
+    var squares = SIMD[F32, WIDTH](0)
+    for at in range(0, whole, WIDTH):
+        var values = source.unsafe_offset(at).unsafe_load[width=WIDTH]()
+        squares = values.fma(values, squares)
+    var total = squares.reduce_add()
+    for at in range(whole, width):
+        var value = source.unsafe_offset(at).unsafe_load()
+        total += value * value
+    var factor = 1 / sqrt(total / Scalar[F32](width) + epsilon)
+    for at in range(0, whole, WIDTH):
+        var values = source.unsafe_offset(at).unsafe_load[width=WIDTH]()
+        var weights = weight.unsafe_offset(at).unsafe_load[width=WIDTH]()
+        result.unsafe_offset(at).unsafe_store(values * factor * (weights + offset))
+    for at in range(whole, width):
+        result.unsafe_offset(at).unsafe_store(
+            source.unsafe_offset(at).unsafe_load()
+            * factor
+            * (weight.unsafe_offset(at).unsafe_load() + offset)
+        )

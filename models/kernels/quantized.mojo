@@ -12,12 +12,12 @@ from extensibility import InputTensor, OutputTensor
 from max.algorithm import sync_parallelize
 from max.gpu.host import DeviceContext
 from std.collections import Array, List
-from std.math import ceildiv
 from std.memory import bitcast
 from std.sys import num_physical_cores
 from std.sys.info import CompilationTarget
 from std.sys.intrinsics import llvm_intrinsic
 
+from .phases import counters, finish, take, wait
 from .tile import F32, PARALLEL_FROM
 
 comptime I32 = DType.int32
@@ -30,6 +30,8 @@ comptime GROUPS = BLOCK // 4
 # Bytes of a group of every output, and of their scales.
 comptime GROUP_BYTES = 4 * LANES
 comptime SCALE_BYTES = 2 * LANES
+# Of a rounded block: its integers, its scale, their sum, and the product of these two.
+comptime BLOCK_WORDS = GROUPS + 3
 # Rows of a tile: each keeps a register of integers and one of results.
 comptime ROWS = 8
 
@@ -63,65 +65,46 @@ struct QuantizedMatmul:
         var m = x.dim_size(0)
         var k = x.dim_size(1)
         var n = y.dim_size(1)
+        if m == 0:
+            return
         var panels = w.dim_size(0)
         var panel_bytes = w.dim_size(1)
-        var blocks = k // BLOCK
         var xp = x.unsafe_ptr()
         var wp = w.unsafe_ptr()
         var yp = y.unsafe_ptr()
-        if m == 0:
-            return
         var threads = 1 if m * n * k < PARALLEL_FROM else num_physical_cores()
-        var groups_of = List[Int32](length=m * blocks * GROUPS, fill=0)
-        var scales_of = List[Scalar[F32]](length=m * blocks, fill=0)
-        var sums_of = List[Int32](length=m * blocks, fill=0)
-        var groups = groups_of.unsafe_ptr()
-        var scales = scales_of.unsafe_ptr()
-        var sums = sums_of.unsafe_ptr()
+        var words = rounded_words(k)
+        var all_rounded = List[Int32](length=m * words, fill=0)
+        var rounded = all_rounded.unsafe_ptr()
+        var counts = counters(2)
+        var shared = counts.unsafe_ptr()
 
-        def round_rows(thread: Int) {imm}:
-            var share = ceildiv(m, threads)
-            for row in range(thread * share, min(m, (thread + 1) * share)):
-                _round_row(
-                    xp.unsafe_offset(row * k),
-                    blocks,
-                    groups.unsafe_offset(row * blocks * GROUPS),
-                    scales.unsafe_offset(row * blocks),
-                    sums.unsafe_offset(row * blocks),
+        def work(thread: Int) {imm}:
+            var span = take(shared, 0, m, threads)
+            while span.count() > 0:
+                for row in range(span.begin, span.end):
+                    round_row(xp.unsafe_offset(row * k), k, rounded.unsafe_offset(row * words))
+                finish(shared, 0, span)
+                span = take(shared, 0, m, threads)
+            wait(shared, 0, m)
+            span = take(shared, 1, panels, threads)
+            while span.count() > 0:
+                var begin = span.begin * LANES
+                quantized_products[bits, offset, has_minimum](
+                    rounded,
+                    wp.unsafe_offset(span.begin * panel_bytes),
+                    panel_bytes,
+                    yp.unsafe_offset(begin),
+                    n,
+                    k,
+                    m,
+                    min(n, span.end * LANES) - begin,
                 )
+                span = take(shared, 1, panels, threads)
 
-        def multiply(thread: Int) {imm}:
-            var share = ceildiv(panels, threads)
-            for panel in range(thread * share, min(panels, (thread + 1) * share)):
-                var weights = wp.unsafe_offset(panel * panel_bytes)
-                var out = yp.unsafe_offset(panel * LANES)
-                var width = min(LANES, n - panel * LANES)
-                var row = 0
-                # A tile unpacks the weights once for all its rows.
-                comptime for rows in [ROWS, 4, 1]:
-                    while row + rows <= m:
-                        _tile[rows, bits, offset, has_minimum](
-                            groups.unsafe_offset(row * blocks * GROUPS),
-                            scales.unsafe_offset(row * blocks),
-                            sums.unsafe_offset(row * blocks),
-                            weights,
-                            blocks,
-                            out.unsafe_offset(row * n),
-                            n,
-                            width,
-                        )
-                        row += rows
-
-        if m > ROWS:
-            sync_parallelize(round_rows, threads)
-        else:
-            # Fewer are rounded in less time than a thread takes to begin.
-            for thread in range(threads):
-                round_rows(thread)
-        sync_parallelize(multiply, threads)
-        _ = groups_of^
-        _ = scales_of^
-        _ = sums_of^
+        sync_parallelize(work, threads)
+        _ = all_rounded^
+        _ = counts^
 
 
 @extensibility.register("rolecall_quantized_rows")
@@ -169,36 +152,68 @@ struct QuantizedRows:
 
 
 @always_inline
-def _round_row(
-    x: Pointer[Scalar[F32], _],
-    blocks: Int,
-    groups: Pointer[mut=True, Int32, _],
-    scales: Pointer[mut=True, Scalar[F32], _],
-    sums: Pointer[mut=True, Int32, _],
-):
-    """Rounds a row to 8 bits: its groups of integers, and each block's scale and sum of integers."""
-    for block in range(blocks):
+def rounded_words(k: Int) -> Int:
+    """The words that a rounded row of k elements takes."""
+    return k // BLOCK * BLOCK_WORDS
+
+
+@always_inline
+def round_row(x: Pointer[Scalar[F32], _], k: Int, rounded: Pointer[mut=True, Int32, _]):
+    """Rounds a row to 8 bits, in blocks of BLOCK_WORDS."""
+    for block in range(k // BLOCK):
         var values = x.unsafe_offset(block * BLOCK).unsafe_load[width=BLOCK]()
         var largest = abs(values).reduce_max()
         var inverse = Scalar[F32](0) if largest == 0 else 127 / largest
         var codes = round(values * inverse).cast[I32]()
         # Zero, or NaN where any value is not finite: no integer would show it.
         var finite = (values - values).reduce_add()
-        scales.unsafe_offset(block).unsafe_store(largest / 127 + finite)
-        sums.unsafe_offset(block).unsafe_store(codes.reduce_add())
-        groups.unsafe_offset(block * GROUPS).unsafe_store(
-            bitcast[I32, GROUPS](codes.cast[DType.int8]())
-        )
+        var own = rounded.unsafe_offset(block * BLOCK_WORDS)
+        own.unsafe_store(bitcast[I32, GROUPS](codes.cast[DType.int8]()))
+        var scale = largest / 127 + finite
+        var sum = codes.reduce_add()
+        own.unsafe_offset(GROUPS).unsafe_store(bitcast[I32](scale))
+        own.unsafe_offset(GROUPS + 1).unsafe_store(sum)
+        own.unsafe_offset(GROUPS + 2).unsafe_store(bitcast[I32](scale * sum.cast[F32]()))
+
+
+@always_inline
+def quantized_products[
+    dtype: DType, //, bits: Int, offset: Int, has_minimum: Bool
+](
+    rounded: Pointer[Int32, _],
+    w: Pointer[Scalar[dtype], _],
+    panel_bytes: Int,
+    y: Pointer[mut=True, Scalar[F32], _],
+    y_stride: Int,
+    k: Int,
+    rows: Int,
+    columns: Int,
+):
+    """Writes y[rows, columns], the products of rounded rows with the panels from w on."""
+    var words = rounded_words(k)
+    for begin in range(0, columns, LANES):
+        var panel = w.unsafe_offset(begin // LANES * panel_bytes)
+        var row = 0
+        # A tile unpacks the weights once for all its rows.
+        comptime for most in [ROWS, 4, 1]:
+            while row + most <= rows:
+                _tile[most, bits, offset, has_minimum](
+                    rounded.unsafe_offset(row * words),
+                    panel,
+                    k // BLOCK,
+                    y.unsafe_offset(row * y_stride + begin),
+                    y_stride,
+                    min(LANES, columns - begin),
+                )
+                row += most
 
 
 @always_inline
 def _tile[
-    rows: Int, bits: Int, offset: Int, has_minimum: Bool
+    dtype: DType, //, rows: Int, bits: Int, offset: Int, has_minimum: Bool
 ](
-    groups: Pointer[Int32, _],
-    scales: Pointer[Scalar[F32], _],
-    sums: Pointer[Int32, _],
-    panel: Pointer[UInt8, _],
+    rounded: Pointer[Int32, _],
+    panel: Pointer[Scalar[dtype], _],
     blocks: Int,
     y: Pointer[mut=True, Scalar[F32], _],
     y_stride: Int,
@@ -212,30 +227,29 @@ def _tile[
         var integers = Array[SIMD[I32, LANES], rows](fill=0)
         comptime if offset != 0:
             comptime for r in range(rows):
-                var sum = sums.unsafe_offset(r * blocks + block).unsafe_load()
+                var own = rounded.unsafe_offset((r * blocks + block) * BLOCK_WORDS)
+                var sum = own.unsafe_offset(GROUPS + 1).unsafe_load()
                 integers[r] = SIMD[I32, LANES](Int32(-offset) * sum)
         comptime for group in range(BYTES // GROUP_BYTES):
-            var weights = codes.unsafe_offset(group * GROUP_BYTES).unsafe_load[width=GROUP_BYTES]()
+            var weights = _bytes[GROUP_BYTES](codes.unsafe_offset(group * GROUP_BYTES))
             comptime for r in range(rows):
-                var at = groups.unsafe_offset((r * blocks + block) * GROUPS + group)
+                var own = rounded.unsafe_offset((r * blocks + block) * BLOCK_WORDS + group)
                 comptime if bits == 4:
-                    integers[r] = _dot4(integers[r], weights & 15, at.unsafe_load())
+                    integers[r] = _dot4(integers[r], weights & 15, own.unsafe_load())
                     integers[r] = _dot4(
-                        integers[r], weights >> 4, at.unsafe_offset(GROUPS // 2).unsafe_load()
+                        integers[r], weights >> 4, own.unsafe_offset(GROUPS // 2).unsafe_load()
                     )
                 else:
-                    integers[r] = _dot4(integers[r], weights, at.unsafe_load())
+                    integers[r] = _dot4(integers[r], weights, own.unsafe_load())
         var scale = _halves(codes.unsafe_offset(BYTES))
         comptime for r in range(rows):
-            var own = scales.unsafe_offset(r * blocks + block).unsafe_load()
-            results[r] = (scale * own).fma(integers[r].cast[F32](), results[r])
+            var own = rounded.unsafe_offset((r * blocks + block) * BLOCK_WORDS + GROUPS)
+            results[r] = (scale * _same(own)).fma(integers[r].cast[F32](), results[r])
         comptime if has_minimum:
             var least = _halves(codes.unsafe_offset(BYTES + SCALE_BYTES))
             comptime for r in range(rows):
-                var at = r * blocks + block
-                var sum = sums.unsafe_offset(at).unsafe_load().cast[F32]()
-                var total = SIMD[F32, LANES](scales.unsafe_offset(at).unsafe_load() * sum)
-                results[r] = least.fma(total, results[r])
+                var own = rounded.unsafe_offset((r * blocks + block) * BLOCK_WORDS + GROUPS + 2)
+                results[r] = least.fma(_same(own), results[r])
     comptime for r in range(rows):
         var out = y.unsafe_offset(r * y_stride)
         if width == LANES:
@@ -246,10 +260,21 @@ def _tile[
 
 
 @always_inline
-def _halves(values: Pointer[UInt8, _]) -> SIMD[F32, LANES]:
+def _same(word: Pointer[Int32, _]) -> SIMD[F32, LANES]:
+    """A float32 in every lane; split as an integer it comes from memory at once."""
+    return bitcast[F32, LANES](SIMD[I32, LANES](word.unsafe_load()))
+
+
+@always_inline
+def _bytes[dtype: DType, //, count: Int](values: Pointer[Scalar[dtype], _]) -> SIMD[U8, count]:
+    """Consecutive bytes."""
+    return rebind[SIMD[U8, count]](values.unsafe_load[width=count]())
+
+
+@always_inline
+def _halves[dtype: DType, //](values: Pointer[Scalar[dtype], _]) -> SIMD[F32, LANES]:
     """Sixteen float16."""
-    var bytes = values.unsafe_load[width=SCALE_BYTES]()
-    return bitcast[DType.float16, LANES](bytes).cast[F32]()
+    return bitcast[DType.float16, LANES](_bytes[SCALE_BYTES](values)).cast[F32]()
 
 
 @always_inline

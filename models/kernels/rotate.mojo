@@ -7,7 +7,7 @@ from max.gpu.host import DeviceContext
 from std.math import ceildiv
 from std.sys import num_physical_cores
 
-from .cache import U32, cache_of
+from .cache import U32, Cache, cache_of
 from .rows import copy_row
 from .tile import F32, WIDTH
 
@@ -63,37 +63,60 @@ struct RotateAndStore:
             var share = ceildiv(tokens, threads)
             var sequence = 0
             for token in range(thread * share, min(tokens, (thread + 1) * share)):
-                while (
-                    sequence + 1 < sequences
-                    and Int(offsets.unsafe_offset(sequence + 1).unsafe_load()) <= token
-                ):
-                    sequence += 1
-                var position = (
+                sequence = sequence_of(offsets, sequences, sequence, token)
+                rotate_and_store(
+                    yp.unsafe_offset(token * query_width),
+                    source.unsafe_offset(token * width),
+                    query_width,
+                    kp,
+                    tables.unsafe_offset(sequence * max_pages),
+                    kv,
                     Int(lengths.unsafe_offset(sequence).unsafe_load())
                     + token
-                    - Int(offsets.unsafe_offset(sequence).unsafe_load())
-                )
-                var row = source.unsafe_offset(token * width)
-                var pairs = angles.unsafe_offset(position * kv.dim)
-                var keys = kp.unsafe_offset(
-                    kv.at(tables.unsafe_offset(sequence * max_pages), position)
-                )
-                for head in range(query_width // kv.dim):
-                    var at = head * kv.dim
-                    var out = yp.unsafe_offset(token * query_width + at)
-                    _rotate(out, row.unsafe_offset(at), pairs, kv.dim)
-                for head in range(kv.heads):
-                    var at = head * kv.dim
-                    _rotate(
-                        keys.unsafe_offset(at), row.unsafe_offset(query_width + at), pairs, kv.dim
-                    )
-                copy_row(
-                    keys.unsafe_offset(kv.value_offset),
-                    row.unsafe_offset(query_width + kv.stride()),
-                    kv.stride(),
+                    - Int(offsets.unsafe_offset(sequence).unsafe_load()),
+                    angles,
                 )
 
         sync_parallelize(work, threads)
+
+
+@always_inline
+def sequence_of(
+    row_offsets: Pointer[Scalar[U32], _], sequences: Int, least: Int, token: Int
+) -> Int:
+    """The sequence of a token, which is not before the sequence least."""
+    var sequence = least
+    while (
+        sequence + 1 < sequences
+        and Int(row_offsets.unsafe_offset(sequence + 1).unsafe_load()) <= token
+    ):
+        sequence += 1
+    return sequence
+
+
+@always_inline
+def rotate_and_store(
+    y: Pointer[mut=True, Scalar[F32], _],
+    qkv: Pointer[Scalar[F32], _],
+    query_width: Int,
+    pages: Pointer[mut=True, Scalar[F32], _],
+    table: Pointer[Scalar[U32], _],
+    kv: Cache,
+    position: Int,
+    angles: Pointer[Scalar[F32], _],
+):
+    """Rotates a token's queries into y, and puts its keys and values where the position is."""
+    var pairs = angles.unsafe_offset(position * kv.dim)
+    var keys = pages.unsafe_offset(kv.at(table, position))
+    for at in range(0, query_width, kv.dim):
+        _rotate(y.unsafe_offset(at), qkv.unsafe_offset(at), pairs, kv.dim)
+    for at in range(0, kv.stride(), kv.dim):
+        _rotate(keys.unsafe_offset(at), qkv.unsafe_offset(query_width + at), pairs, kv.dim)
+    copy_row(
+        keys.unsafe_offset(kv.value_offset),
+        qkv.unsafe_offset(query_width + kv.stride()),
+        kv.stride(),
+    )
 
 
 @always_inline

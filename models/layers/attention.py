@@ -13,7 +13,7 @@ from max.nn.layer import LayerList, Module
 
 from models.collectives import Collectives
 from models.config import DecoderConfig
-from models.kernels import attention, rotate_and_store
+from models.kernels import attention, attention_layer, rotate_and_store
 from models.layers.linear import Linear
 from models.layers.norm import DividedRMSNorm, RMSNorm
 from models.layers.rope import rotate_first
@@ -54,6 +54,18 @@ class Attention(Sharded):
                 for shard, qkv, step in zip(self.shards, projected, steps, strict=True)
             ]
         )
+
+    def with_norm(
+        self, xs: Sequence[TensorValue], norms: Sequence[RMSNorm], steps: Sequence[Step]
+    ) -> list[TensorValue] | None:
+        """The same of the norm, added to the value itself; ``None`` where no kernel computes it."""
+        shards = list(self.shards)
+        if self.norms_projections or not all(shard.is_plain for shard in shards):
+            return None
+        if any(step.rope is None for step in steps):
+            return None
+        parts = zip(shards, xs, norms, steps, strict=True)
+        return [shard.with_norm(x, norm, step) for shard, x, norm, step in parts]
 
 
 class AttentionShard(Module):
@@ -196,6 +208,39 @@ class AttentionShard(Module):
             attended = attended.rebind(gates.shape) * ops.sigmoid(gates)
         return self.o_proj(attended)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is what one kernel computes on the host, where the stage rotates."""
+        products = (self.qkv_proj, self.o_proj)
+        changed = self.gated or self.clip is not None or self.q_norm is not None
+        return self.rotates_whole and not changed and all(p.alone for p in products)
+
+    def with_norm(self, x: TensorValue, norm: RMSNorm, step: Step) -> TensorValue:
+        """[tokens, hidden] and what the attention of its norm adds, on the host."""
+        qkv, o = self.qkv_proj.alone, self.o_proj.alone
+        assert qkv is not None
+        assert o is not None
+        assert step.kv is not None
+        assert step.rope is not None
+        return attention_layer(
+            x,
+            norm.weight,
+            qkv,
+            o,
+            step.kv,
+            step.row_offsets,
+            step.rope,
+            self.kv_layer,
+            eps=norm.eps,
+            offset=norm.offset,
+            window=self._window_on_host,
+            scale=self.head_dim**-0.5,
+        )
+
+    @property
+    def _window_on_host(self) -> int:
+        return self.max_seq_len if self.window is None else self.window
+
     def _attend(self, queries: TensorValue, step: Step, layer: TensorValue) -> TensorValue:
         """[tokens, heads, head_dim], or with the last two as one, to [tokens, heads * head_dim]."""
         assert step.kv is not None
@@ -206,7 +251,7 @@ class AttentionShard(Module):
                 step.kv,
                 step.row_offsets,
                 self.kv_layer,
-                window=self.max_seq_len if self.window is None else self.window,
+                window=self._window_on_host,
                 scale=scale,
             )
         attended = kernels.flash_attention_ragged(

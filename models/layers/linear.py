@@ -11,7 +11,7 @@ from max.graph import TensorValue, ops
 from max.nn.layer import Module
 
 from models.config import Placed
-from models.kernels import lora_products
+from models.kernels import Matrix, can_fuse, lora_products
 from models.lora import AdapterSlot, Routing
 from models.storage import Storage, storage_of
 from models.weights import DeclaredWeight, FromCheckpoint, Piece
@@ -109,6 +109,14 @@ class Linear(Module):
         if self.bias is not None:
             y = y + self.bias
         return y if self._bound is None else y + self._added(x, self._bound)
+
+    @property
+    def alone(self) -> Matrix | None:
+        """Its matrix, where the product with that is all and a kernel of several takes it."""
+        if len(self._names) > 1 or self.bias is not None or self._bound is not None:
+            return None
+        matrix: Matrix = getattr(self, self._names[0]).matrix
+        return matrix if can_fuse(matrix) else None
 
     def _added(self, x: TensorValue, bound: _Bound) -> TensorValue:
         parts = []

@@ -10,8 +10,10 @@ from max.nn.layer import Module
 
 from models.collectives import Collectives
 from models.config import DecoderConfig
+from models.kernels import GROUP, feed_forward
 from models.layers.activations import ACTIVATIONS
 from models.layers.linear import Linear
+from models.layers.norm import RMSNorm
 from models.layers.shards import Sharded
 from models.lora import AdapterSlot
 from models.weights import Piece, columns_of, rows_of
@@ -37,6 +39,15 @@ class MLP(Sharded):
     def __call__(self, xs: Sequence[TensorValue], collectives: Collectives) -> list[TensorValue]:
         """Per device [tokens, hidden] to [tokens, hidden]."""
         return collectives.sum_in_replicas(self.parts(xs))
+
+    def with_norm(
+        self, xs: Sequence[TensorValue], norms: Sequence[RMSNorm]
+    ) -> list[TensorValue] | None:
+        """The same of the norm, added to the value itself; ``None`` where no kernel computes it."""
+        shards = list(self.shards)
+        if not all(shard.is_plain for shard in shards):
+            return None
+        return [shard.with_norm(x, norm) for shard, x, norm in zip(shards, xs, norms, strict=True)]
 
     def parts(self, xs: Sequence[TensorValue]) -> list[TensorValue]:
         """Per device, its part of the sum."""
@@ -66,6 +77,7 @@ class MLPShard(Module):
         inner = placement.inner_columns(size, holder)
         self.inner = len(inner)
         self.activation = ACTIVATIONS[settings.hidden_act]
+        self.is_silu = settings.hidden_act == "silu"
         self.gated = settings.mlp_gated
         names = ("gate", "up") if self.gated else ("up",)
         weights, biases = (
@@ -102,3 +114,17 @@ class MLPShard(Module):
             return self.down_proj(self.activation(self.gate_up_proj(x)))
         gate, up = ops.split(self.gate_up_proj(x), [self.inner, self.inner], axis=1)
         return self.down_proj(self.activation(gate) * up)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is what one kernel computes on the host."""
+        products = (self.gate_up_proj, self.down_proj)
+        whole = self.inner % GROUP == 0
+        return self.gated and self.is_silu and whole and all(p.alone for p in products)
+
+    def with_norm(self, x: TensorValue, norm: RMSNorm) -> TensorValue:
+        """[tokens, hidden] and what the feed-forward of its norm adds, on the host."""
+        gate_up, down = self.gate_up_proj.alone, self.down_proj.alone
+        assert gate_up is not None
+        assert down is not None
+        return feed_forward(x, norm.weight, gate_up, down, eps=norm.eps, offset=norm.offset)

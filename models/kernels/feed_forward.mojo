@@ -1,0 +1,162 @@
+"""A layer's feed-forward on the CPU: its norm, both products and the residual in one kernel."""
+
+import extensibility
+from extensibility import InputTensor, OutputTensor
+from max.algorithm import sync_parallelize
+from max.gpu.host import DeviceContext
+from std.math import ceildiv, exp
+from std.sys import num_physical_cores
+
+from .norm import norm_row
+from .phases import counters, finish, take, wait
+from .product import GROUP, add_columns, prepare_row, product
+from .tile import F32, PARALLEL_FROM, WIDTH
+
+
+@extensibility.register("rolecall_feed_forward")
+struct FeedForward:
+    """Computes y = x + down(silu(gate(n)) * up(n)), where n is the RMS norm of x[m, hidden].
+
+    gate_up has the outputs of both, [2 * inner, hidden], or what they are packed to; inner is a
+    multiple of GROUP. numbers holds epsilon and the norm's offset. Results but y are scratch: the
+    rounded ones have no columns where products take none.
+    """
+
+    @staticmethod
+    def execute[
+        gate_up_dtype: DType,
+        down_dtype: DType,
+        gate_up_bits: Int,
+        gate_up_offset: Int,
+        gate_up_has_minimum: Bool,
+        down_bits: Int,
+        down_offset: Int,
+        down_has_minimum: Bool,
+        target: StaticString,
+    ](
+        y: OutputTensor[dtype=F32, rank=2, ...],
+        normed: OutputTensor[dtype=F32, rank=2, ...],
+        normed_rounded: OutputTensor[dtype=DType.int32, rank=2, ...],
+        gate: OutputTensor[dtype=F32, rank=2, ...],
+        up: OutputTensor[dtype=F32, rank=2, ...],
+        gate_rounded: OutputTensor[dtype=DType.int32, rank=2, ...],
+        x: InputTensor[dtype=F32, rank=2, ...],
+        weight: InputTensor[dtype=F32, rank=1, ...],
+        gate_up: InputTensor[dtype=gate_up_dtype, rank=2, ...],
+        down: InputTensor[dtype=down_dtype, rank=2, ...],
+        numbers: InputTensor[dtype=F32, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        var rows = x.dim_size(0)
+        if rows == 0:
+            return
+        var hidden = x.dim_size(1)
+        var inner = gate.dim_size(1)
+        var threads = 1 if rows * hidden * inner < PARALLEL_FROM else num_physical_cores()
+        var epsilon = numbers.unsafe_ptr().unsafe_load()
+        var offset = numbers.unsafe_ptr().unsafe_offset(1).unsafe_load()
+        var yp = y.unsafe_ptr()
+        var xp = x.unsafe_ptr()
+        var wp = weight.unsafe_ptr()
+        var np = normed.unsafe_ptr()
+        var npr = normed_rounded.unsafe_ptr()
+        var gp = gate.unsafe_ptr()
+        var gpr = gate_rounded.unsafe_ptr()
+        var up_values = up.unsafe_ptr()
+        var first_weights = gate_up.unsafe_ptr()
+        var first_stride = gate_up.dim_size(1)
+        var second_weights = down.unsafe_ptr()
+        var second_stride = down.dim_size(1)
+        var inner_groups = inner // GROUP
+        var hidden_groups = ceildiv(hidden, GROUP)
+        var counts = counters(4)
+        var shared = counts.unsafe_ptr()
+
+        def work(thread: Int) {imm}:
+            var span = take(shared, 0, rows, threads)
+            while span.count() > 0:
+                for row in range(span.begin, span.end):
+                    var at = row * hidden
+                    norm_row(
+                        np.unsafe_offset(at), xp.unsafe_offset(at), wp, hidden, epsilon, offset
+                    )
+                    prepare_row[gate_up_dtype](np, hidden, npr, row)
+                finish(shared, 0, span)
+                span = take(shared, 0, rows, threads)
+            wait(shared, 0, rows)
+
+            span = take(shared, 1, inner_groups, threads)
+            while span.count() > 0:
+                var begin = span.begin * GROUP
+                var columns = span.count() * GROUP
+                product[gate_up_bits, gate_up_offset, gate_up_has_minimum](
+                    np,
+                    npr,
+                    first_weights,
+                    first_stride,
+                    gp.unsafe_offset(begin),
+                    inner,
+                    hidden,
+                    rows,
+                    begin,
+                    columns,
+                )
+                product[gate_up_bits, gate_up_offset, gate_up_has_minimum](
+                    np,
+                    npr,
+                    first_weights,
+                    first_stride,
+                    up_values.unsafe_offset(begin),
+                    inner,
+                    hidden,
+                    rows,
+                    inner + begin,
+                    columns,
+                )
+                for row in range(rows):
+                    var at = row * inner + begin
+                    _gate(gp.unsafe_offset(at), up_values.unsafe_offset(at), columns)
+                finish(shared, 1, span)
+                span = take(shared, 1, inner_groups, threads)
+            wait(shared, 1, inner_groups)
+
+            comptime if down_dtype == DType.uint8:
+                span = take(shared, 2, rows, threads)
+                while span.count() > 0:
+                    for row in range(span.begin, span.end):
+                        prepare_row[down_dtype](gp, inner, gpr, row)
+                    finish(shared, 2, span)
+                    span = take(shared, 2, rows, threads)
+                wait(shared, 2, rows)
+
+            span = take(shared, 3, hidden_groups, threads)
+            while span.count() > 0:
+                var begin = span.begin * GROUP
+                var columns = min(hidden, span.end * GROUP) - begin
+                product[down_bits, down_offset, down_has_minimum](
+                    gp,
+                    gpr,
+                    second_weights,
+                    second_stride,
+                    yp.unsafe_offset(begin),
+                    hidden,
+                    inner,
+                    rows,
+                    begin,
+                    columns,
+                )
+                add_columns(yp.unsafe_offset(begin), xp.unsafe_offset(begin), hidden, rows, columns)
+                span = take(shared, 3, hidden_groups, threads)
+
+        sync_parallelize(work, threads)
+        _ = counts^
+
+
+@always_inline
+def _gate(gate: Pointer[mut=True, Scalar[F32], _], up: Pointer[Scalar[F32], _], count: Int):
+    """Writes silu(gate) * up over gate; count is a multiple of a register's width."""
+    for at in range(0, count, WIDTH):
+        var here = gate.unsafe_offset(at)
+        var values = here.unsafe_load[width=WIDTH]()
+        var others = up.unsafe_offset(at).unsafe_load[width=WIDTH]()
+        here.unsafe_store(values / (1 + exp(-values)) * others)

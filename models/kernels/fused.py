@@ -1,0 +1,152 @@
+"""A layer's halves as one kernel each, on the host.
+
+A kernel of MAX takes 2 us to begin and 6 more to divide its work among threads, which a decode
+step of a small model is made of; docs/performance.md has the figures. The halves compute what the
+kernels that they are composed of do.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from max.dtype import DType
+from max.graph import DeviceRef, TensorType, TensorValue, ops
+from max.nn.kv_cache import PagedCacheValues
+
+from models.kernels.matrix import Matrix
+from models.storage import Blocks, Halves
+
+GROUP = 32
+"""What the inner columns of a feed-forward have to be a multiple of (``kernels/product.mojo``)."""
+
+_ROUNDED_WORDS = 11
+"""Words of a rounded block of 32 values (``kernels/quantized.mojo``)."""
+
+
+def can_fuse(matrix: Matrix) -> bool:
+    """Whether the halves take a matrix that is kept as this one.
+
+    Args:
+        matrix: A matrix on the CPU.
+    """
+    return matrix.storage is None or isinstance(matrix.storage, Blocks | Halves)
+
+
+def feed_forward(
+    x: TensorValue,
+    norm: TensorValue,
+    gate_up: Matrix,
+    down: Matrix,
+    *,
+    eps: float,
+    offset: float,
+) -> TensorValue:
+    """``x + down(silu(gate(n)) * up(n))``, where ``n`` is the RMS norm of ``x``.
+
+    Args:
+        x: float32 [tokens, hidden].
+        norm: float32 [hidden]: the norm's weight.
+        gate_up: The gate's outputs, then as many of ``up``.
+        down: From these to ``hidden``; its columns are a multiple of ``GROUP``.
+        eps: Added to the mean of the norm's squares.
+        offset: Added to the norm's weight.
+
+    Returns:
+        float32 [tokens, hidden].
+    """
+    assert down.columns % GROUP == 0, "inner columns are whole groups"
+    tokens, inner = x.shape[0], down.columns
+    scratch = [
+        x.type,
+        _rounded(gate_up, x),
+        TensorType(DType.float32, [tokens, inner], x.device),
+        TensorType(DType.float32, [tokens, inner], x.device),
+        _rounded(down, x),
+    ]
+    values = [x, norm, gate_up.values, down.values, _numbers(eps, offset)]
+    parameters = _parameters("gate_up", gate_up) | _parameters("down", down)
+    name = "rolecall_feed_forward"
+    return ops.custom(name, x.device, values, [x.type, *scratch], parameters)[0].tensor
+
+
+def attention_layer(
+    x: TensorValue,
+    norm: TensorValue,
+    qkv: Matrix,
+    o: Matrix,
+    kv: PagedCacheValues,
+    row_offsets: TensorValue,
+    table: TensorValue,
+    layer: int,
+    *,
+    eps: float,
+    offset: float,
+    window: int,
+    scale: float,
+) -> TensorValue:
+    """``x + o(attention(qkv(n)))``, where ``n`` is the RMS norm of ``x``.
+
+    Heads are rotated whole, in two halves.
+
+    Args:
+        x: float32 [tokens, hidden].
+        norm: float32 [hidden]: the norm's weight.
+        qkv: The outputs of queries, keys and values.
+        o: From the heads' results to ``hidden``.
+        kv: The paged cache.
+        row_offsets: uint32 [sequences + 1].
+        table: float32 [positions, head_dim] of (cos, sin) pairs.
+        layer: The layer's position in the cache.
+        eps: Added to the mean of the norm's squares.
+        offset: Added to the norm's weight.
+        window: How many tokens back a token sees, itself included.
+        scale: What scores are multiplied with.
+
+    Returns:
+        float32 [tokens, hidden].
+    """
+    tokens = x.shape[0]
+    scratch = [
+        x.type,
+        _rounded(qkv, x),
+        TensorType(DType.float32, [tokens, qkv.rows], x.device),
+        TensorType(DType.float32, [tokens, o.columns], x.device),
+        TensorType(DType.float32, [tokens, o.columns], x.device),
+        _rounded(o, x),
+    ]
+    values = [
+        x,
+        norm,
+        qkv.values,
+        o.values,
+        kv.kv_blocks,
+        kv.page_stride,
+        kv.lookup_table,
+        kv.cache_lengths,
+        kv.max_prompt_length,
+        kv.max_cache_length,
+        row_offsets,
+        table,
+        _numbers(eps, offset, scale),
+        ops.constant(np.array([layer, window], np.int64), device=DeviceRef.CPU()),
+    ]
+    parameters = _parameters("qkv", qkv) | _parameters("o", o)
+    name, types = "rolecall_attention_layer", [x.type, *scratch]
+    return ops.inplace_custom(name, x.device, values, types, parameters)[0].tensor
+
+
+def _rounded(matrix: Matrix, x: TensorValue) -> TensorType:
+    """What rows are rounded into for products with a matrix; nothing where they are not."""
+    blocks = matrix.columns // matrix.storage.block if isinstance(matrix.storage, Blocks) else 0
+    return TensorType(DType.int32, [x.shape[0], blocks * _ROUNDED_WORDS], x.device)
+
+
+def _parameters(name: str, matrix: Matrix) -> dict[str, int | bool | str | DType]:
+    """What the kernel is compiled for, by the name of its matrix."""
+    parameters: dict[str, int | bool] = {"bits": 0, "offset": 0, "has_minimum": False}
+    if isinstance(matrix.storage, Blocks):
+        parameters = matrix.storage.parameters
+    return {f"{name}_{key}": value for key, value in parameters.items()}
+
+
+def _numbers(*values: float) -> TensorValue:
+    return ops.constant(np.array(values, np.float32), device=DeviceRef.CPU())
