@@ -46,7 +46,7 @@ METRICS = {
 
 
 def test_command_writes_figures_that_agree(tmp_path: Path) -> None:
-    compiled_for(MODEL)
+    rolecall(tmp_path, "task=compile", MODEL)
     began = time.monotonic()
     done = rolecall(tmp_path, *BENCH, "task.batch_sizes=[1,4]", "task.repeats=2")
     took = time.monotonic() - began

@@ -73,7 +73,7 @@ def test_only_attending_layers_have_keys_and_values() -> None:
 def test_a_stage_in_which_nothing_attends_has_an_empty_tree_of_keys_and_values() -> None:
     first, second = plan_for(*LFM2_STAGES).stages
     assert first.contract.inputs.kv == ()
-    assert len(tree.leaves(second.contract.inputs.kv)) == 7
+    assert len(tree.leaves(second.contract.inputs.kv)) == 6
     field = next(field for field in first.contract.fields if field.name == "kv")
     assert field.present
     assert field.leaves == ()

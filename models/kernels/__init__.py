@@ -8,10 +8,17 @@ from __future__ import annotations
 import numpy as np
 from max.dtype import DType
 from max.graph import BufferValue, DeviceRef, Dim, TensorType, TensorValue, ops
-from max.nn.kv_cache import PagedCacheValues
 
 from models.kernels import accelerators
+from models.kernels.constants import constant
 from models.kernels.fused import GROUP, attention_layer, can_fuse, feed_forward
+from models.kernels.host_attention import (
+    attention,
+    latent_attention,
+    latent_context,
+    patch_attention,
+    rotate_and_store,
+)
 from models.kernels.library import kernel_library, kernels_version
 from models.kernels.matrix import Matrix, matmul
 from models.lora import Routing
@@ -150,165 +157,8 @@ def rms_norm(x: TensorValue, weight: TensorValue, eps: float, offset: float) -> 
     """
     if not x.device.is_cpu() or x.dtype != DType.float32 or x.rank != 2:
         return ops.rms_norm(x, weight, eps, weight_offset=offset)
-    values = [x, weight, _constant([eps, offset], np.float32)]
+    values = [x, weight, constant([eps, offset], np.float32)]
     return ops.custom("rolecall_rms_norm", x.device, values, [x.type])[0].tensor
-
-
-def rotate_and_store(
-    qkv: TensorValue,
-    kv: PagedCacheValues,
-    row_offsets: TensorValue,
-    table: TensorValue,
-    layer: int,
-    query_width: int,
-) -> TensorValue:
-    """Rotates whole heads in two halves, and stores keys and values, on the host.
-
-    Args:
-        qkv: float32 [tokens, queries + keys + values].
-        kv: The paged cache.
-        row_offsets: uint32 [sequences + 1].
-        table: float32 [positions, head_dim] of (cos, sin) pairs.
-        layer: The layer's position in the cache.
-        query_width: Columns of queries.
-
-    Returns:
-        float32 [tokens, query_width]: the queries.
-    """
-    values = [
-        qkv,
-        kv.kv_blocks,
-        kv.page_stride,
-        kv.lookup_table,
-        kv.cache_lengths,
-        row_offsets,
-        table,
-        _constant([layer], np.int64),
-    ]
-    result = TensorType(DType.float32, [qkv.shape[0], query_width], qkv.device)
-    name = "rolecall_rotate_and_store"
-    return ops.inplace_custom(name, qkv.device, values, [result])[0].tensor
-
-
-def attention(
-    queries: TensorValue,
-    kv: PagedCacheValues,
-    row_offsets: TensorValue,
-    layer: int,
-    *,
-    window: int,
-    scale: float,
-) -> TensorValue:
-    """Causal attention over the paged cache, on the host.
-
-    MAX 26.7's own reads the cache at a fraction of the memory's rate; docs/performance.md has the
-    figures.
-
-    Args:
-        queries: float32 [tokens, num_heads * head_dim], rotated.
-        kv: The paged cache, with these tokens' keys and values.
-        row_offsets: uint32 [sequences + 1].
-        layer: The layer's position in the cache.
-        window: How many tokens back a token sees, itself included.
-        scale: What scores are multiplied with.
-
-    Returns:
-        float32 [tokens, num_heads * head_dim].
-    """
-    values = [
-        queries,
-        kv.kv_blocks,
-        kv.page_stride,
-        kv.lookup_table,
-        kv.cache_lengths,
-        kv.max_prompt_length,
-        kv.max_cache_length,
-        row_offsets,
-        _constant([scale], np.float32),
-        _constant([layer, window], np.int64),
-    ]
-    result = TensorType(DType.float32, queries.shape, queries.device)
-    return ops.inplace_custom("rolecall_attention", queries.device, values, [result])[0].tensor
-
-
-def latent_context(
-    workspace: BufferValue,
-    kv: PagedCacheValues,
-    row_offsets: TensorValue,
-    layer: int,
-    context_length: TensorValue,
-) -> None:
-    """Gathers each sequence's latents from its pages, one sequence behind the other.
-
-    Args:
-        workspace: float32 [capacity, cached_dim]; each sequence begins at a page's edge.
-        kv: The paged cache of latents.
-        row_offsets: uint32 [sequences + 1].
-        layer: The layer's position in the cache.
-        context_length: int32 [1] on the CPU: the sum of the page-aligned lengths.
-    """
-    ops.inplace_custom(
-        "rolecall_latent_context",
-        workspace.device,
-        [
-            workspace,
-            kv.kv_blocks,
-            kv.lookup_table,
-            kv.cache_lengths,
-            row_offsets,
-            _constant([layer], np.uint32),
-            context_length,
-        ],
-    )
-
-
-def latent_attention(
-    queries: TensorValue,
-    weight: TensorValue,
-    workspace: BufferValue,
-    kv: PagedCacheValues,
-    row_offsets: TensorValue,
-    *,
-    num_heads: int,
-    value_dim: int,
-    page_size: int,
-    scale: float,
-) -> TensorValue:
-    """Causal attention over latents, without making keys and values of them.
-
-    A query is multiplied with its head's key rows instead, and the result with its value rows
-    (arXiv 2405.04434, section 2.1.2, calls it absorbing). MAX 26.7 has latent attention for
-    accelerators only.
-
-    Args:
-        queries: float32 [tokens, num_heads * (nope_dim + rope_dim)], rotated.
-        weight: float32 [num_heads * (nope_dim + value_dim), kv_rank]: ``kv_b_proj``.
-        workspace: What ``latent_context`` gathered.
-        kv: The paged cache of latents.
-        row_offsets: uint32 [sequences + 1].
-        num_heads: Heads of this device.
-        value_dim: Dimensions of a head's value.
-        page_size: Tokens of a page.
-        scale: What scores are multiplied with.
-
-    Returns:
-        float32 [tokens, num_heads * value_dim].
-    """
-    result = TensorType(DType.float32, [queries.shape[0], num_heads * value_dim], queries.device)
-    return ops.inplace_custom(
-        "rolecall_latent_attention",
-        queries.device,
-        [
-            queries,
-            weight,
-            workspace,
-            kv.cache_lengths,
-            row_offsets,
-            _constant([scale], np.float32),
-            _constant([num_heads, page_size], np.int64),
-        ],
-        [result],
-    )[0].tensor
 
 
 def lora_products(
@@ -337,26 +187,6 @@ def lora_products(
     values = [x, a, b, routing.ids, routing.offsets, routing.end, first_row]
     result = TensorType(DType.float32, [x.shape[0], b.shape[1]], x.device)
     return ops.custom("rolecall_lora", x.device, values, [result])[0].tensor
-
-
-def patch_attention(qkv: TensorValue, num_heads: int, length: int, scale: float) -> TensorValue:
-    """Attention from each patch to all patches of its image.
-
-    MAX 26.7 has it without a KV cache for accelerators only.
-
-    Args:
-        qkv: float32 [images * length, 3 * num_heads * dim]: queries, keys and values.
-        num_heads: Heads of this device.
-        length: Patches of an image.
-        scale: What scores are multiplied with.
-
-    Returns:
-        float32 [images * length, num_heads * dim].
-    """
-    result = TensorType(DType.float32, [qkv.shape[0], int(qkv.shape[1]) // 3], qkv.device)
-    sizes, factor = _constant([num_heads, length], np.int64), _constant([scale], np.float32)
-    values = [qkv, sizes, factor]
-    return ops.custom("rolecall_patch_attention", qkv.device, values, [result])[0].tensor
 
 
 def place_rows(x: TensorValue, rows: TensorValue, at: TensorValue) -> TensorValue:
@@ -403,8 +233,4 @@ def gated_delta(
 
 
 def _range(held: range) -> TensorValue:
-    return _constant([held.start, len(held)], np.int64)
-
-
-def _constant(values: list[int] | list[float], dtype: type[np.generic]) -> TensorValue:
-    return ops.constant(np.array(values, dtype), device=DeviceRef.CPU())
+    return constant([held.start, len(held)], np.int64)

@@ -19,7 +19,7 @@ def _padded(dim: Int) -> Int:
     return ceildiv(dim, PANEL) * PANEL
 
 
-@always_inline
+@no_inline
 def attend_block(
     y: Pointer[mut=True, Scalar[F32], _],
     queries: Pointer[Scalar[F32], _],

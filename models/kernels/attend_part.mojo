@@ -29,7 +29,7 @@ def _pull(source: Pointer[Scalar[F32], _], count: Int):
         _ = source.unsafe_offset(at).unsafe_load[width=WIDTH, volatile=True]()
 
 
-@always_inline
+@no_inline
 def attend_part(
     partial: Pointer[mut=True, Scalar[F32], _],
     query: Pointer[Scalar[F32], _],
@@ -144,7 +144,7 @@ def _add_values[
         column += 1
 
 
-@always_inline
+@no_inline
 def combine(
     y: Pointer[mut=True, Scalar[F32], _],
     partial: Pointer[mut=True, Scalar[F32], _],

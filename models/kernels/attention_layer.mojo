@@ -5,14 +5,12 @@ from extensibility import InputTensor, OutputTensor, _MutableInputTensor as Muta
 from max.algorithm import sync_parallelize
 from max.gpu.host import DeviceContext
 from std.collections import List
-from std.math import ceildiv
 from std.sys import num_physical_cores
 
 from .attend_part import combine
 from .cache import U32, cache_of
-from .norm import norm_row
 from .phases import counters, finish, take, wait
-from .product import GROUP, add_columns, prepare_row, product
+from .product import norm_phase, prepare_row, product_phase
 from .rotate import rotate_and_store, sequence_of
 from .tile import F32
 from .units import UNIT, Units, attend_unit, block_tokens
@@ -119,44 +117,29 @@ struct AttentionLayer:
         var part_size = heads * (kv.dim + 2)
         var partials = List[Scalar[F32]](length=units.num_parts * part_size, fill=0)
         var pp = partials.unsafe_ptr()
-        var qkv_groups = ceildiv(qkv_width, GROUP)
-        var hidden_groups = ceildiv(hidden, GROUP)
         var counts = counters(6)
         var shared = counts.unsafe_ptr()
 
         def work(thread: Int) {imm}:
-            var span = take(shared, 0, rows, threads)
-            while span.count() > 0:
-                for row in range(span.begin, span.end):
-                    var at = row * hidden
-                    norm_row(
-                        np.unsafe_offset(at), xp.unsafe_offset(at), wp, hidden, epsilon, offset
-                    )
-                    prepare_row[qkv_dtype](np, hidden, npr, row)
-                finish(shared, 0, span)
-                span = take(shared, 0, rows, threads)
-            wait(shared, 0, rows)
+            norm_phase[qkv_dtype](
+                shared, 0, threads, xp, wp, np, npr, rows, hidden, epsilon, offset
+            )
+            product_phase[qkv_bits, qkv_offset, qkv_has_minimum](
+                shared,
+                1,
+                threads,
+                np,
+                npr,
+                first_weights,
+                first_stride,
+                source,
+                hidden,
+                rows,
+                qkv_width,
+                xp,
+            )
 
-            span = take(shared, 1, qkv_groups, threads)
-            while span.count() > 0:
-                var begin = span.begin * GROUP
-                product[qkv_bits, qkv_offset, qkv_has_minimum](
-                    np,
-                    npr,
-                    first_weights,
-                    first_stride,
-                    source.unsafe_offset(begin),
-                    qkv_width,
-                    hidden,
-                    rows,
-                    begin,
-                    min(qkv_width, span.end * GROUP) - begin,
-                )
-                finish(shared, 1, span)
-                span = take(shared, 1, qkv_groups, threads)
-            wait(shared, 1, qkv_groups)
-
-            span = take(shared, 2, rows, threads)
+            var span = take(shared, 2, rows, threads)
             while span.count() > 0:
                 var sequence = 0
                 for row in range(span.begin, span.end):
@@ -217,24 +200,20 @@ struct AttentionLayer:
                 span = take(shared, 4, rows, threads)
             wait(shared, 4, rows)
 
-            span = take(shared, 5, hidden_groups, threads)
-            while span.count() > 0:
-                var begin = span.begin * GROUP
-                var columns = min(hidden, span.end * GROUP) - begin
-                product[o_bits, o_offset, o_has_minimum](
-                    ap,
-                    apr,
-                    second_weights,
-                    second_stride,
-                    yp.unsafe_offset(begin),
-                    hidden,
-                    width,
-                    rows,
-                    begin,
-                    columns,
-                )
-                add_columns(yp.unsafe_offset(begin), xp.unsafe_offset(begin), hidden, rows, columns)
-                span = take(shared, 5, hidden_groups, threads)
+            product_phase[o_bits, o_offset, o_has_minimum, adds=True](
+                shared,
+                5,
+                threads,
+                ap,
+                apr,
+                second_weights,
+                second_stride,
+                yp,
+                width,
+                rows,
+                hidden,
+                xp,
+            )
 
         sync_parallelize(work, threads)
         _ = units^

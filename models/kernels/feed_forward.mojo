@@ -4,12 +4,11 @@ import extensibility
 from extensibility import InputTensor, OutputTensor
 from max.algorithm import sync_parallelize
 from max.gpu.host import DeviceContext
-from std.math import ceildiv, exp
+from std.math import exp
 from std.sys import num_physical_cores
 
-from .norm import norm_row
 from .phases import counters, finish, take, wait
-from .product import GROUP, add_columns, prepare_row, product
+from .product import GROUP, norm_phase, prepare_row, product, product_phase
 from .tile import F32, PARALLEL_FROM, WIDTH
 
 
@@ -68,24 +67,15 @@ struct FeedForward:
         var second_weights = down.unsafe_ptr()
         var second_stride = down.dim_size(1)
         var inner_groups = inner // GROUP
-        var hidden_groups = ceildiv(hidden, GROUP)
         var counts = counters(4)
         var shared = counts.unsafe_ptr()
 
         def work(thread: Int) {imm}:
-            var span = take(shared, 0, rows, threads)
-            while span.count() > 0:
-                for row in range(span.begin, span.end):
-                    var at = row * hidden
-                    norm_row(
-                        np.unsafe_offset(at), xp.unsafe_offset(at), wp, hidden, epsilon, offset
-                    )
-                    prepare_row[gate_up_dtype](np, hidden, npr, row)
-                finish(shared, 0, span)
-                span = take(shared, 0, rows, threads)
-            wait(shared, 0, rows)
+            norm_phase[gate_up_dtype](
+                shared, 0, threads, xp, wp, np, npr, rows, hidden, epsilon, offset
+            )
 
-            span = take(shared, 1, inner_groups, threads)
+            var span = take(shared, 1, inner_groups, threads)
             while span.count() > 0:
                 var begin = span.begin * GROUP
                 var columns = span.count() * GROUP
@@ -129,24 +119,20 @@ struct FeedForward:
                     span = take(shared, 2, rows, threads)
                 wait(shared, 2, rows)
 
-            span = take(shared, 3, hidden_groups, threads)
-            while span.count() > 0:
-                var begin = span.begin * GROUP
-                var columns = min(hidden, span.end * GROUP) - begin
-                product[down_bits, down_offset, down_has_minimum](
-                    gp,
-                    gpr,
-                    second_weights,
-                    second_stride,
-                    yp.unsafe_offset(begin),
-                    hidden,
-                    inner,
-                    rows,
-                    begin,
-                    columns,
-                )
-                add_columns(yp.unsafe_offset(begin), xp.unsafe_offset(begin), hidden, rows, columns)
-                span = take(shared, 3, hidden_groups, threads)
+            product_phase[down_bits, down_offset, down_has_minimum, adds=True](
+                shared,
+                3,
+                threads,
+                gp,
+                gpr,
+                second_weights,
+                second_stride,
+                yp,
+                inner,
+                rows,
+                hidden,
+                xp,
+            )
 
         sync_parallelize(work, threads)
         _ = counts^

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 from max.dtype import DType
-from max.graph import DeviceRef, TensorType, TensorValue, ops
+from max.graph import TensorType, TensorValue, ops
 from max.nn.kv_cache import PagedCacheValues
 
+from models.kernels.constants import constant
 from models.kernels.matrix import Matrix
 from models.storage import Blocks, Halves
 
@@ -62,7 +63,7 @@ def feed_forward(
         TensorType(DType.float32, [tokens, inner], x.device),
         _rounded(down, x),
     ]
-    values = [x, norm, gate_up.values, down.values, _numbers(eps, offset)]
+    values = [x, norm, gate_up.values, down.values, constant([eps, offset], np.float32)]
     parameters = _parameters("gate_up", gate_up) | _parameters("down", down)
     name = "rolecall_feed_forward"
     return ops.custom(name, x.device, values, [x.type, *scratch], parameters)[0].tensor
@@ -126,8 +127,8 @@ def attention_layer(
         kv.max_cache_length,
         row_offsets,
         table,
-        _numbers(eps, offset, scale),
-        ops.constant(np.array([layer, window], np.int64), device=DeviceRef.CPU()),
+        constant([eps, offset, scale], np.float32),
+        constant([layer, window], np.int64),
     ]
     parameters = _parameters("qkv", qkv) | _parameters("o", o)
     name, types = "rolecall_attention_layer", [x.type, *scratch]
@@ -146,7 +147,3 @@ def _parameters(name: str, matrix: Matrix) -> dict[str, int | bool | str | DType
     if isinstance(matrix.storage, Blocks):
         parameters = matrix.storage.parameters
     return {f"{name}_{key}": value for key, value in parameters.items()}
-
-
-def _numbers(*values: float) -> TensorValue:
-    return ops.constant(np.array(values, np.float32), device=DeviceRef.CPU())

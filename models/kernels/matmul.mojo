@@ -63,7 +63,7 @@ struct Matmul:
         _ = counts^
 
 
-@always_inline
+@no_inline
 def float_products[
     dtype: DType, //
 ](

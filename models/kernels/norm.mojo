@@ -51,7 +51,7 @@ struct RMSNorm:
         sync_parallelize(work, threads)
 
 
-@always_inline
+@no_inline
 def norm_row(
     result: Pointer[mut=True, Scalar[F32], _],
     source: Pointer[Scalar[F32], _],

@@ -157,7 +157,7 @@ def rounded_words(k: Int) -> Int:
     return k // BLOCK * BLOCK_WORDS
 
 
-@always_inline
+@no_inline
 def round_row(x: Pointer[Scalar[F32], _], k: Int, rounded: Pointer[mut=True, Int32, _]):
     """Rounds a row to 8 bits, in blocks of BLOCK_WORDS."""
     for block in range(k // BLOCK):
@@ -176,7 +176,7 @@ def round_row(x: Pointer[Scalar[F32], _], k: Int, rounded: Pointer[mut=True, Int
         own.unsafe_offset(GROUPS + 2).unsafe_store(bitcast[I32](scale * sum.cast[F32]()))
 
 
-@always_inline
+@no_inline
 def quantized_products[
     dtype: DType, //, bits: Int, offset: Int, has_minimum: Bool
 ](

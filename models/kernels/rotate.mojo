@@ -94,7 +94,7 @@ def sequence_of(
     return sequence
 
 
-@always_inline
+@no_inline
 def rotate_and_store(
     y: Pointer[mut=True, Scalar[F32], _],
     qkv: Pointer[Scalar[F32], _],
