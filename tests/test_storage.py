@@ -11,6 +11,7 @@ from gguf import GGUFWriter
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import quantize
 
+from builder.tasks.verify import ROUNDED, _usual_tolerance
 from models.storage import STORAGES, storage_of
 
 HIDDEN, INNER, HEADS, VOCABULARY = 64, 96, 4, 96
@@ -126,3 +127,25 @@ def test_what_no_kernel_takes_is_converted(encoding: str | None, rows: int, end:
 def test_what_a_kernel_takes_is_kept() -> None:
     for encoding, storage in STORAGES.items():
         assert storage_of(encoding, 64, 256, 512) is storage
+
+
+def test_every_encoding_that_rounds_activations_has_a_tolerance_of_its_own() -> None:
+    rounding = {name for name, storage in STORAGES.items() if storage.rounds_activations}
+    assert set(ROUNDED) == rounding
+
+
+@pytest.mark.parametrize(
+    ("encodings", "tolerance"),
+    [
+        ({"*": "F32"}, None),
+        ({"*": "BF16"}, None),
+        ({"*": "Q4_1"}, 0.12),
+        ({"*": "Q4_0", "token_embd": "Q8_0"}, 0.15),
+    ],
+)
+def test_verify_allows_what_the_encodings_that_are_kept_do(
+    encodings: dict[str, str], tolerance: float | None, tmp_path: Path
+) -> None:
+    path = _write(tmp_path / "model.gguf", encodings)
+    plan = plan_for("model=local", f"model.source={path}", "model.encoding=stored")
+    assert _usual_tolerance(plan) == tolerance
