@@ -75,7 +75,10 @@ class Workload:
     @cached_property
     def plan(self) -> Plan:
         """The deployment, resolved; the model is fetched where it is not here."""
-        config = compose(self.overrides)
+        return self._resolved()
+
+    def _resolved(self, *more: str) -> Plan:
+        config = compose((*self.overrides, *more))
         return resolve(config.model, config.deployment, open_checkpoint(fetch(config.model)))
 
     @property
@@ -91,8 +94,9 @@ class Workload:
         Args:
             batch: Sequences at once.
         """
-        tokens = (batch + 1) * self.max_length
-        needed = self.plan.weights.total + tokens * self.plan.kv_bytes_per_token
+        # Peers compute in float32, whatever we do.
+        plan = self._resolved("model.encoding=float32")
+        needed = plan.weights.total + (batch + 1) * self.max_length * plan.kv_bytes_per_token
         return min(0.9, 1.2 * needed / memory_bytes())
 
     def prompts(self, case: Case) -> list[list[int]]:
