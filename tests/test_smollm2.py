@@ -41,7 +41,6 @@ def test_command_answers_in_english(tmp_path: Path) -> None:
     assert generation["finish"] == "stop"
     assert generation["text"].startswith("A KV cache is a type of cache that")
     assert generation["text"] in output
-    assert "compile cache   hit" in output
 
 
 def test_interrupted_run_ends_soon_and_keeps_what_it_has(tmp_path: Path) -> None:
