@@ -99,7 +99,8 @@ def compile_registration(
         memory_plan=registration.memory_plan,
         max_batch_size=plan.batch.max_batch_size,
     )
-    hit = _cached_graphs() <= before
+    # Graphs of a job before are not compiled, whatever other processes add meanwhile.
+    hit = graphs is not None or _cached_graphs() <= before
     if shared is not None and graphs is None:
         shared.keep(plan, model.loaded_graphs)
     for name, adapter in plan.adapters.items():

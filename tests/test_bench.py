@@ -332,9 +332,13 @@ def test_compiling_apart_finds_the_cache_it_is_given() -> None:
 
     compiled_for(MODEL)
     cache = compile_cache_folder().parents[2]
-    found = compile_apart(plan_for(MODEL), cache, lambda: False)
+    for _ in range(3):
+        found = compile_apart(plan_for(MODEL), cache, lambda: False)
+        assert 0 < found.seconds < 120
+        # A graph that another worker compiles in the same moment makes it a miss.
+        if found.cache_hit:
+            break
     assert found.cache_hit
-    assert 0 < found.seconds < 120
 
 
 def test_compiling_apart_is_stopped(tmp_path: Path) -> None:
