@@ -14,9 +14,9 @@ from std.sys import num_physical_cores
 
 from .attend_part import combine
 from .cache import U32, cache_of
-from .phases import counters, finish, take, wait
+from .phases import counters, take
 from .tile import F32
-from .units import UNIT, Units, attend_unit, block_tokens
+from .units import Units, attend_phase, block_tokens
 
 
 @extensibility.register("rolecall_attention")
@@ -86,29 +86,26 @@ struct Attention:
         var shared = counts.unsafe_ptr()
 
         def work(thread: Int) {imm}:
-            var scores = List[Scalar[F32]](length=heads * longest, fill=0)
-            var span = take(shared, 0, num_units, num_units)
-            while span.count() > 0:
-                attend_unit(
-                    each.unsafe_offset(span.begin * UNIT),
-                    yp,
-                    pp,
-                    qp,
-                    width,
-                    kp,
-                    tables,
-                    max_pages,
-                    offsets,
-                    cached,
-                    kv,
-                    window,
-                    factor,
-                    scores.unsafe_ptr(),
-                )
-                finish(shared, 0, span)
-                span = take(shared, 0, num_units, num_units)
-            wait(shared, 0, num_units)
-            span = take(shared, 1, tokens, threads)
+            attend_phase(
+                shared,
+                0,
+                each,
+                num_units,
+                longest,
+                yp,
+                pp,
+                qp,
+                width,
+                kp,
+                tables,
+                max_pages,
+                offsets,
+                cached,
+                kv,
+                window,
+                factor,
+            )
+            var span = take(shared, 1, tokens, threads)
             while span.count() > 0:
                 for token in range(span.begin, span.end):
                     var own = parts.unsafe_offset(2 * token)
@@ -120,7 +117,6 @@ struct Attention:
                         kv.dim,
                     )
                 span = take(shared, 1, tokens, threads)
-            _ = scores^
 
         sync_parallelize(work, threads)
         _ = units^

@@ -13,7 +13,7 @@ from .phases import counters, finish, take, wait
 from .product import norm_phase, prepare_row, product_phase
 from .rotate import rotate_and_store, sequence_of
 from .tile import F32
-from .units import UNIT, Units, attend_unit, block_tokens
+from .units import Units, attend_phase, block_tokens
 
 
 @extensibility.register("rolecall_attention_layer")
@@ -160,29 +160,25 @@ struct AttentionLayer:
                 span = take(shared, 2, rows, threads)
             wait(shared, 2, rows)
 
-            var scores = List[Scalar[F32]](length=heads * longest, fill=0)
-            span = take(shared, 3, num_units, num_units)
-            while span.count() > 0:
-                attend_unit(
-                    each.unsafe_offset(span.begin * UNIT),
-                    ap,
-                    pp,
-                    qp,
-                    width,
-                    kp,
-                    tables,
-                    max_pages,
-                    offsets,
-                    cached,
-                    kv,
-                    window,
-                    factor,
-                    scores.unsafe_ptr(),
-                )
-                finish(shared, 3, span)
-                span = take(shared, 3, num_units, num_units)
-            _ = scores^
-            wait(shared, 3, num_units)
+            attend_phase(
+                shared,
+                3,
+                each,
+                num_units,
+                longest,
+                ap,
+                pp,
+                qp,
+                width,
+                kp,
+                tables,
+                max_pages,
+                offsets,
+                cached,
+                kv,
+                window,
+                factor,
+            )
 
             span = take(shared, 4, rows, threads)
             while span.count() > 0:

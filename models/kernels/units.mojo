@@ -6,6 +6,7 @@ from std.math import ceildiv
 from .attend_block import attend_block
 from .attend_part import attend_part
 from .cache import U32, Cache
+from .phases import finish, take, wait
 from .tile import F32
 
 # Rows of a block of queries: a token has one for each query head of a key head.
@@ -95,7 +96,53 @@ def block_tokens(group: Int) -> Int:
 
 
 @always_inline
-def attend_unit(
+def attend_phase(
+    counters: Pointer[mut=True, Int64, _],
+    phase: Int,
+    units: Pointer[Int, _],
+    num_units: Int,
+    longest: Int,
+    y: Pointer[mut=True, Scalar[F32], _],
+    partials: Pointer[mut=True, Scalar[F32], _],
+    queries: Pointer[Scalar[F32], _],
+    width: Int,
+    pages: Pointer[Scalar[F32], _],
+    lookup_table: Pointer[Scalar[U32], _],
+    max_pages: Int,
+    row_offsets: Pointer[Scalar[U32], _],
+    cache_lengths: Pointer[Scalar[U32], _],
+    kv: Cache,
+    window: Int,
+    factor: Scalar[F32],
+):
+    """Computes all units: blocks' rows of y[tokens, width], and parts' of partials."""
+    var scores = List[Scalar[F32]](length=width // kv.dim * longest, fill=0)
+    var span = take(counters, phase, num_units, num_units)
+    while span.count() > 0:
+        _attend_unit(
+            units.unsafe_offset(span.begin * UNIT),
+            y,
+            partials,
+            queries,
+            width,
+            pages,
+            lookup_table,
+            max_pages,
+            row_offsets,
+            cache_lengths,
+            kv,
+            window,
+            factor,
+            scores.unsafe_ptr(),
+        )
+        finish(counters, phase, span)
+        span = take(counters, phase, num_units, num_units)
+    _ = scores^
+    wait(counters, phase, num_units)
+
+
+@always_inline
+def _attend_unit(
     unit: Pointer[Int, _],
     y: Pointer[mut=True, Scalar[F32], _],
     partials: Pointer[mut=True, Scalar[F32], _],
