@@ -172,6 +172,7 @@ def test_every_token_to_the_last_devices(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(WeightLoader, "load", load)
     compiled = load_together(EXPERT_GROUP)
     plain = compiled.pop((MODEL, "deployment=cpu"))
+    assert plain.cache_hit
     ids, wanted = record(plain, prompts, STEPS, TOKENS_PER_STEP)
     assert ids != usual
     assert len(compiled) == len(EXPERT_PARALLEL)

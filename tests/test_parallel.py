@@ -348,6 +348,7 @@ def _planted(deployment: str) -> Comparison:
     prompts = random_prompts(LENGTHS, 256)
     ids, plain = record(compiled_for(MODEL), prompts, STEPS, TOKENS_PER_STEP)
     faulty = compile_registration(build(plan_for(MODEL, deployment)), process_session())
+    assert faulty.cache_hit
     _, found = record(faulty, prompts, STEPS, TOKENS_PER_STEP, forced=ids)
     return compare(plain, found)
 
