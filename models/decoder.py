@@ -81,21 +81,15 @@ class DecoderLayer(Module):
         if isinstance(self.feed_forward, MixtureOfExperts):
             normed = self.post_attention_norm(xs)
             return _add(xs, self.feed_forward(normed, collectives, exchange))
-        fused = None
-        if self.fuses:
-            fused = self.feed_forward.with_norm(xs, list(self.post_attention_norm.shards))
-        if fused is not None:
-            return fused
+        if self.fuses and self.feed_forward.is_plain:
+            return self.feed_forward.with_norm(xs, list(self.post_attention_norm.shards))
         return _add(xs, self.feed_forward(self.post_attention_norm(xs), collectives))
 
     def _mix(
         self, xs: Sequence[TensorValue], steps: Sequence[Step], collectives: Collectives
     ) -> list[TensorValue]:
-        fused = None
-        if self.fuses and isinstance(self.mixer, Attention):
-            fused = self.mixer.with_norm(xs, list(self.input_norm.shards), steps)
-        if fused is not None:
-            return fused
+        if self.fuses and isinstance(self.mixer, Attention) and self.mixer.is_plain:
+            return self.mixer.with_norm(xs, list(self.input_norm.shards), steps)
         return _add(xs, self.mixer(self.input_norm(xs), steps, collectives))
 
     def adapted(self, holder: int) -> list[Linear]:

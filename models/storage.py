@@ -50,11 +50,6 @@ class Storage(ABC):
         """Whether single rows of it can be read in a graph, as a token embedding's are."""
         return True
 
-    @property
-    def rounds_activations(self) -> bool:
-        """Whether products with it round activations to 8 bits, in blocks."""
-        return True
-
     @abstractmethod
     def type(self, rows: int, columns: int, device: DeviceRef) -> TensorType:
         """What a graph takes for it.
@@ -88,11 +83,6 @@ class Halves(Storage):
 
     block: int = 1
     block_bytes: int = 2
-
-    @property
-    def rounds_activations(self) -> bool:
-        """No: they are widened to float32."""
-        return False
 
     def type(self, rows: int, columns: int, device: DeviceRef) -> TensorType:
         """``[rows, columns]`` of the 16 bit type."""

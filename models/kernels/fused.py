@@ -13,6 +13,7 @@ from max.graph import TensorType, TensorValue, ops
 from max.nn.kv_cache import PagedCacheValues
 
 from models.kernels.constants import constant
+from models.kernels.host_attention import batch_of
 from models.kernels.matrix import Matrix
 from models.storage import Blocks, Halves
 
@@ -56,7 +57,9 @@ def feed_forward(
     """
     assert down.columns % GROUP == 0, "inner columns are whole groups"
     tokens, inner = x.shape[0], down.columns
-    scratch = [
+    # What is behind the first is scratch.
+    results = [
+        x.type,
         x.type,
         _rounded(gate_up, x),
         TensorType(DType.float32, [tokens, inner], x.device),
@@ -66,7 +69,7 @@ def feed_forward(
     values = [x, norm, gate_up.values, down.values, constant([eps, offset], np.float32)]
     parameters = _parameters("gate_up", gate_up) | _parameters("down", down)
     name = "rolecall_feed_forward"
-    return ops.custom(name, x.device, values, [x.type, *scratch], parameters)[0].tensor
+    return ops.custom(name, x.device, values, results, parameters)[0].tensor
 
 
 def attention_layer(
@@ -106,7 +109,9 @@ def attention_layer(
         float32 [tokens, hidden].
     """
     tokens = x.shape[0]
-    scratch = [
+    # What is behind the first is scratch.
+    results = [
+        x.type,
         x.type,
         _rounded(qkv, x),
         TensorType(DType.float32, [tokens, qkv.rows], x.device),
@@ -119,20 +124,14 @@ def attention_layer(
         norm,
         qkv.values,
         o.values,
-        kv.kv_blocks,
-        kv.page_stride,
-        kv.lookup_table,
-        kv.cache_lengths,
-        kv.max_prompt_length,
-        kv.max_cache_length,
-        row_offsets,
+        *batch_of(kv, row_offsets),
         table,
         constant([eps, offset, scale], np.float32),
         constant([layer, window], np.int64),
     ]
     parameters = _parameters("qkv", qkv) | _parameters("o", o)
-    name, types = "rolecall_attention_layer", [x.type, *scratch]
-    return ops.inplace_custom(name, x.device, values, types, parameters)[0].tensor
+    name = "rolecall_attention_layer"
+    return ops.inplace_custom(name, x.device, values, results, parameters)[0].tensor
 
 
 def _rounded(matrix: Matrix, x: TensorValue) -> TensorType:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from max.dtype import DType
-from max.graph import BufferValue, TensorType, TensorValue, ops
+from max.graph import BufferValue, TensorType, TensorValue, Value, ops
 from max.nn.kv_cache import PagedCacheValues
 
 from models.kernels.constants import constant
@@ -73,13 +75,7 @@ def attention(
     """
     values = [
         queries,
-        kv.kv_blocks,
-        kv.page_stride,
-        kv.lookup_table,
-        kv.cache_lengths,
-        kv.max_prompt_length,
-        kv.max_cache_length,
-        row_offsets,
+        *batch_of(kv, row_offsets),
         constant([scale], np.float32),
         constant([layer, window], np.int64),
     ]
@@ -185,3 +181,21 @@ def patch_attention(qkv: TensorValue, num_heads: int, length: int, scale: float)
     sizes, factor = constant([num_heads, length], np.int64), constant([scale], np.float32)
     values = [qkv, sizes, factor]
     return ops.custom("rolecall_patch_attention", qkv.device, values, [result])[0].tensor
+
+
+def batch_of(kv: PagedCacheValues, row_offsets: TensorValue) -> list[Value[Any]]:
+    """What kernels that attend take of a batch, in their order.
+
+    Args:
+        kv: The paged cache.
+        row_offsets: uint32 [sequences + 1].
+    """
+    return [
+        kv.kv_blocks,
+        kv.page_stride,
+        kv.lookup_table,
+        kv.cache_lengths,
+        kv.max_prompt_length,
+        kv.max_cache_length,
+        row_offsets,
+    ]

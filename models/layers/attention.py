@@ -55,16 +55,16 @@ class Attention(Sharded):
             ]
         )
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether each device's part is what one kernel computes on the host."""
+        return not self.norms_projections and all(shard.is_plain for shard in self.shards)
+
     def with_norm(
         self, xs: Sequence[TensorValue], norms: Sequence[RMSNorm], steps: Sequence[Step]
-    ) -> list[TensorValue] | None:
-        """The same of the norm, added to the value itself; ``None`` where no kernel computes it."""
-        shards = list(self.shards)
-        if self.norms_projections or not all(shard.is_plain for shard in shards):
-            return None
-        if any(step.rope is None for step in steps):
-            return None
-        parts = zip(shards, xs, norms, steps, strict=True)
+    ) -> list[TensorValue]:
+        """The same of the norm, added to the value itself, where it is plain."""
+        parts = zip(self.shards, xs, norms, steps, strict=True)
         return [shard.with_norm(x, norm, step) for shard, x, norm, step in parts]
 
 
@@ -92,7 +92,8 @@ class AttentionShard(Module):
         self.window = _effective_window(settings.windows[layer], config.max_seq_len)
         q_dim, kv_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.gated = settings.attention_gate
-        self.rotates_whole = settings.rotary_dim == self.head_dim
+        self.rotates_whole = settings.rope is not None and settings.rotary_dim == self.head_dim
+        self.scale = self.head_dim**-0.5
 
         def stacked(kind: str) -> tuple[Piece, ...]:
             transposed = settings.transposed and kind == "weight"
@@ -197,7 +198,7 @@ class AttentionShard(Module):
         if self.clip is not None:
             largest = ops.constant(self.clip, qkv.dtype, qkv.device)
             qkv = ops.max(ops.min(qkv, largest), -largest)
-        fused = self.q_norm is None and step.rope is not None and self.rotates_whole
+        fused = self.q_norm is None and self.rotates_whole
         queries = (
             self._rotate_and_store(qkv, step, layer)
             if fused
@@ -210,7 +211,7 @@ class AttentionShard(Module):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is what one kernel computes on the host, where the stage rotates."""
+        """Whether it is what one kernel computes on the host."""
         products = (self.qkv_proj, self.o_proj)
         changed = self.gated or self.clip is not None or self.q_norm is not None
         return self.rotates_whole and not changed and all(p.alone for p in products)
@@ -234,7 +235,7 @@ class AttentionShard(Module):
             eps=norm.eps,
             offset=norm.offset,
             window=self._window_on_host,
-            scale=self.head_dim**-0.5,
+            scale=self.scale,
         )
 
     @property
@@ -244,7 +245,7 @@ class AttentionShard(Module):
     def _attend(self, queries: TensorValue, step: Step, layer: TensorValue) -> TensorValue:
         """[tokens, heads, head_dim], or with the last two as one, to [tokens, heads * head_dim]."""
         assert step.kv is not None
-        width, scale = self.num_heads * self.head_dim, self.head_dim**-0.5
+        width = self.num_heads * self.head_dim
         if queries.device.is_cpu():
             return attention(
                 queries if queries.rank == 2 else queries.reshape((-1, width)),
@@ -252,7 +253,7 @@ class AttentionShard(Module):
                 step.row_offsets,
                 self.kv_layer,
                 window=self._window_on_host,
-                scale=scale,
+                scale=self.scale,
             )
         attended = kernels.flash_attention_ragged(
             self.kv_params,
@@ -263,7 +264,7 @@ class AttentionShard(Module):
             MHAMaskVariant.CAUSAL_MASK
             if self.window is None
             else MHAMaskVariant.SLIDING_WINDOW_CAUSAL_MASK,
-            scale=scale,
+            scale=self.scale,
             local_window_size=-1 if self.window is None else self.window,
         )
         return attended.reshape((-1, width))

@@ -40,14 +40,15 @@ class MLP(Sharded):
         """Per device [tokens, hidden] to [tokens, hidden]."""
         return collectives.sum_in_replicas(self.parts(xs))
 
-    def with_norm(
-        self, xs: Sequence[TensorValue], norms: Sequence[RMSNorm]
-    ) -> list[TensorValue] | None:
-        """The same of the norm, added to the value itself; ``None`` where no kernel computes it."""
-        shards = list(self.shards)
-        if not all(shard.is_plain for shard in shards):
-            return None
-        return [shard.with_norm(x, norm) for shard, x, norm in zip(shards, xs, norms, strict=True)]
+    @property
+    def is_plain(self) -> bool:
+        """Whether each device's part is what one kernel computes on the host."""
+        return all(shard.is_plain for shard in self.shards)
+
+    def with_norm(self, xs: Sequence[TensorValue], norms: Sequence[RMSNorm]) -> list[TensorValue]:
+        """The same of the norm, added to the value itself, where it is plain."""
+        parts = zip(self.shards, xs, norms, strict=True)
+        return [shard.with_norm(x, norm) for shard, x, norm in parts]
 
     def parts(self, xs: Sequence[TensorValue]) -> list[TensorValue]:
         """Per device, its part of the sum."""
