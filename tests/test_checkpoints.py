@@ -76,10 +76,13 @@ def test_gguf_query_rows_are_put_back_in_halves() -> None:
 QUANTIZATIONS = ("F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 
 
+@pytest.mark.parametrize("shape", [(8, 64), (251, 96), (1000, 32), (3, 32768)])
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
-def test_gguf_of_each_quantization_dequantizes(tmp_path: Path, quantization: str) -> None:
+def test_gguf_of_each_quantization_dequantizes(
+    tmp_path: Path, quantization: str, shape: tuple[int, int]
+) -> None:
     kind = gguf.GGMLQuantizationType[quantization]
-    values = np.random.default_rng(0).standard_normal((8, 64)).astype(np.float32)
+    values = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     path = tmp_path / "one.gguf"
     writer = gguf.GGUFWriter(path, "qwen2")
     quantized = gguf.quantize(values, kind)
@@ -90,8 +93,10 @@ def test_gguf_of_each_quantization_dequantizes(tmp_path: Path, quantization: str
     writer.close()
     found = GGUFCheckpoint(path).read("layers.0.mlp.up_proj.weight")
     np.testing.assert_array_equal(found, gguf.dequantize(quantized, kind))
+    some = GGUFCheckpoint(path).read("layers.0.mlp.up_proj.weight", slice(1, 3))
+    np.testing.assert_array_equal(some, found[1:3])
     # The coarsest, 4 bits, has 16 steps over the range of a block.
-    assert np.abs(found - values).max() < 0.3
+    assert np.abs(found - values).max() <= np.abs(values).max() * 2 / 16
 
 
 def test_bfloat16_is_the_upper_half_of_float32(tmp_path: Path) -> None:
