@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -71,7 +71,10 @@ def compile_cache_folder() -> Path:
 
 
 def compile_registration(
-    registration: Registration, session: InferenceSession, shared: Shared | None = None
+    registration: Registration,
+    session: InferenceSession,
+    shared: Shared | None = None,
+    weights: WeightLoader | None = None,
 ) -> Compiled:
     """Builds, compiles and initialises the registration's graphs, or takes those of a job before.
 
@@ -79,34 +82,51 @@ def compile_registration(
         registration: What to build.
         session: The session to compile with and run in.
         shared: What the jobs of this process share.
+        weights: What makes the weights' values; ``None`` begins to make them.
     """
+    plan = registration.plan
+    shared = shared or Shared(several=False)
+    if weights is None:
+        with shared.weights(plan) as begun:
+            return compile_registration(registration, session, shared, begun)
     before = _cached_graphs()
-    plan, config = registration.plan, registration.pipeline_config
-    model_cls = registration.model_cls
-    graphs = None if shared is None else shared.graphs(plan)
-    members: dict[str, Any] = {"shared_graphs": graphs}
+    graphs = shared.graphs(plan)
     artifact = None if graphs is not None else check_artifact(plan)
+    members: dict[str, Any] = {"shared_graphs": graphs}
     if artifact is not None:
         members["graph_loader"] = staticmethod(partial(load, artifact))
-    model_cls = type(model_cls.__name__, (model_cls,), members)
-    model = model_cls(
+    model = _loaded(registration, session, members, weights)
+    # Graphs of a job before are not compiled, whatever other processes add meanwhile.
+    hit = graphs is not None or _cached_graphs() <= before
+    if graphs is None:
+        shared.keep(plan, model.loaded_graphs)
+    return Compiled(registration, session, model, cache_hit=hit, reused=graphs is not None)
+
+
+def _loaded(
+    registration: Registration,
+    session: InferenceSession,
+    members: Mapping[str, Any],
+    weights: WeightLoader,
+) -> GraphApiDecoderPipelineModel:
+    """The registration's model, of a class that has some more members."""
+    plan, config = registration.plan, registration.pipeline_config
+    parent = registration.model_cls
+    model_cls = type(parent.__name__, (parent,), dict(members))
+    model: GraphApiDecoderPipelineModel = model_cls(
         config,
         session,
         registration.devices,
         config.model.kv_cache,
-        plan.checkpoint if shared is None else shared.reader(plan.checkpoint),
+        weights,
         return_logits=plan.stages[-1].config.return_logits,
         memory_plan=registration.memory_plan,
         max_batch_size=plan.batch.max_batch_size,
     )
-    # Graphs of a job before are not compiled, whatever other processes add meanwhile.
-    hit = graphs is not None or _cached_graphs() <= before
-    if shared is not None and graphs is None:
-        shared.keep(plan, model.loaded_graphs)
     for name, adapter in plan.adapters.items():
         assert model.adapters is not None
         model.adapters.load(name, adapter)
-    return Compiled(registration, session, model, cache_hit=hit, reused=graphs is not None)
+    return model
 
 
 def compile_together(
@@ -138,16 +158,13 @@ def compile_together(
     artifacts, models = load_specs(session, module)
     hit = _cached_graphs() <= before
     compiled = []
-    for number, registration in enumerate(registrations):
+    for number, (registration, loader) in enumerate(zip(registrations, loaders, strict=True)):
         members = {
             "graph_prefix": f"{number}.",
             "graph_loader": staticmethod(lambda *_: (artifacts, models)),
-            # The models read these arrays where they are.
-            "loaders": loaders,
         }
-        model_cls = type(registration.model_cls.__name__, (registration.model_cls,), members)
-        one = compile_registration(replace(registration, model_cls=model_cls), session)
-        compiled.append(replace(one, cache_hit=hit))
+        model = _loaded(registration, session, members, loader)
+        compiled.append(Compiled(registration, session, model, cache_hit=hit))
     return compiled
 
 

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from max.nn.layer import Module
 
 from builder.machine import memory_bytes
 from builder.resolve import Plan
 from models.checkpoints import Checkpoint, open_checkpoint
 from models.checkpoints.kept import KeptTensors
-from models.weights import TensorReader
+from models.decoder import CausalDecoder, constant_weights
+from models.vision import VisionEncoder
+from models.weights import (
+    DeclaredWeight,
+    FromCheckpoint,
+    TensorReader,
+    WeightLoader,
+    declared_weights,
+)
 
 if TYPE_CHECKING:
     from models.graphs import LoadedGraphs
@@ -79,12 +92,27 @@ class Shared:
             known = self._checkpoints[path] = (stamp, opened, reader)
         return known[1]
 
-    def reader(self, checkpoint: Checkpoint) -> TensorReader:
-        """What reads an opened checkpoint's tensors.
+    @contextmanager
+    def weights(self, plan: Plan) -> Iterator[WeightLoader]:
+        """Begins to make the values of a plan's weights, for graphs that are compiled meanwhile.
 
         Args:
-            checkpoint: The checkpoint.
+            plan: The plan; where its graphs are loaded, their weights are given.
         """
+        graphs = self.graphs(plan)
+        if graphs is not None:
+            yield graphs.weights
+            return
+        weights = WeightLoader(self._reader(plan.checkpoint))
+        weights.begin(_read_weights(plan))
+        try:
+            yield weights
+        except BaseException:
+            # The process would end only when all are read.
+            weights.stop()
+            raise
+
+    def _reader(self, checkpoint: Checkpoint) -> TensorReader:
         known = self._checkpoints.get(checkpoint.path)
         return known[2] if known is not None and known[1] is checkpoint else checkpoint
 
@@ -117,6 +145,19 @@ class Shared:
     @cached_property
     def _memory(self) -> int:
         return memory_bytes()
+
+
+def _read_weights(plan: Plan) -> Iterator[DeclaredWeight]:
+    """The weights of a plan's graphs that are read from its checkpoint."""
+    configs = [stage.config for stage in plan.stages]
+    modules: list[Module] = [CausalDecoder(config) for config in configs]
+    if plan.vision is not None:
+        modules.append(VisionEncoder(plan.vision))
+    taken = (shards for config in configs for shards in constant_weights(config).values())
+    declared = (declared_weights(module).values() for module in modules)
+    for weight in chain.from_iterable([*declared, *taken]):
+        if isinstance(weight.source, FromCheckpoint):
+            yield weight
 
 
 def _stamp(path: Path) -> Stamp:

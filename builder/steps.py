@@ -104,7 +104,7 @@ class Job:
             doing = f"taking {name} as a job before loaded it"
         elif plan.deployment.artifact is not None:
             doing = f"loading {name} from {plan.deployment.artifact}"
-        with self.interrupts.uninterruptible():
+        with self.interrupts.uninterruptible(), self.shared.weights(plan) as weights:
             with self.step("build", None if reused else f"building {name}"):
                 from builder.build import build
                 from builder.compile import compile_registration, process_session
@@ -114,7 +114,7 @@ class Job:
                 on_cpu = plan.capacity is None
                 session = process_session(0 if on_cpu else plan.deployment.devices.count)
                 try:
-                    compiled = compile_registration(registration, session, self.shared)
+                    compiled = compile_registration(registration, session, self.shared, weights)
                 except (RuntimeError, ValueError) as error:
                     if plan.capacity is None or isinstance(error, ConfigError):
                         raise

@@ -53,7 +53,7 @@ from models.repeated_step import RepeatedStep, can_repeat
 from models.role_contracts import ImageInputs
 from models.state import RequestStateStore
 from models.vision import VisionEncoder
-from models.weights import TensorReader, WeightLoader
+from models.weights import WeightLoader
 
 HIDDEN_STATES = (
     ReturnHiddenStates.NONE,
@@ -115,7 +115,7 @@ class GraphApiDecoderPipelineModel(
         session: The session that compiles and runs the graphs.
         devices: The devices; simulated ones are the one CPU several times.
         kv_cache_config: MAX's configuration of the KV cache.
-        weights: The checkpoint.
+        weights: The checkpoint, or what makes its values, which other models may share.
         adapter: Renames the checkpoint's weights.
         return_logits: Which logits the graph returns.
         memory_plan: The limits that planning settled.
@@ -149,7 +149,7 @@ class GraphApiDecoderPipelineModel(
         session: InferenceSession,
         devices: list[Device],
         kv_cache_config: KVCacheConfig,
-        weights: Weights | TensorReader,
+        weights: Weights | WeightLoader,
         adapter: WeightsAdapter | None = None,
         return_logits: ReturnLogits = ReturnLogits.LAST_TOKEN,
         *,
@@ -255,16 +255,14 @@ class GraphApiDecoderPipelineModel(
             model_config: The finalized configuration of each stage; one graph each.
         """
         # Kept for the model's lifetime: on the CPU the graph reads the arrays where they are.
-        shared = self.shared_graphs
-        self._weights = WeightLoader(self._reader()) if shared is None else shared.weights
+        self._weights = (
+            self.weights
+            if isinstance(self.weights, WeightLoader)
+            else WeightLoader(LoadedWeights(super()._load_state_dict()))
+        )
         vision = self.arch_config.vision if model_config[0].declarations.vision else None
         self._modules = RoleModules.of(self.decoder_cls, self.vision_cls, model_config, vision)
         return self._modules.specs(self._weights, self.graph_prefix)
-
-    def _reader(self) -> TensorReader:
-        if isinstance(self.weights, Weights):
-            return LoadedWeights(super()._load_state_dict())
-        return self.weights
 
     @staticmethod
     def graph_loader(session: InferenceSession, specs: Mapping[str, GraphSpec]) -> Loaded:

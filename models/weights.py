@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -240,8 +239,24 @@ Values: TypeAlias = npt.NDArray[Any] | Buffer
 _Made = tuple[Source, DType, Storage | None]
 
 
+class _Awaited(Mapping[str, Values]):
+    """Values that are being made; taking one waits for it."""
+
+    def __init__(self, values: Mapping[str, Future[Values]]) -> None:
+        self._values = values
+
+    def __getitem__(self, name: str) -> Values:
+        return self._values[name].result()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
 class WeightLoader:
-    """Makes the values of weights, those of the same source once.
+    """Makes the values of weights in the background, those of the same source once.
 
     Replicas on one host, and the graphs of several stages, so share one array.
 
@@ -251,17 +266,29 @@ class WeightLoader:
 
     def __init__(self, reader: TensorReader) -> None:
         self._reader = reader
-        self._made: dict[_Made, Values] = {}
+        self._made: dict[_Made, Future[Values]] = {}
         self._arena = Arena()
 
-    def load(self, weights: Mapping[str, DeclaredWeight]) -> dict[str, Values]:
-        """The values of every weight, C-contiguous in its dtype on the host, by full name."""
-        missing = {_made(w): w for w in weights.values() if _made(w) not in self._made}
+    def load(self, weights: Mapping[str, DeclaredWeight]) -> Mapping[str, Values]:
+        """The values of every weight, C-contiguous in its dtype on the host, by full name.
+
+        Taking one waits until it is made, and raises what reading it raised.
+        """
+        self.begin(weights.values())
+        return _Awaited({name: self._made[_made(weight)] for name, weight in weights.items()})
+
+    def begin(self, weights: Iterable[DeclaredWeight]) -> None:
+        """Begins to make the values of weights that are not made yet."""
+        missing = {_made(w): w for w in weights if _made(w) not in self._made}
         # numpy gives up the interpreter lock while it dequantizes.
-        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            made = pool.map(partial(_make, self._reader, self._arena), missing.values())
-            self._made.update(zip(missing, made, strict=True))
-        return {name: self._made[_made(weight)] for name, weight in weights.items()}
+        pool = ThreadPoolExecutor(max_workers=os.cpu_count())
+        for made, weight in missing.items():
+            self._made[made] = pool.submit(_make, self._reader, self._arena, weight)
+        pool.shutdown(wait=False)
+
+    def stop(self) -> None:
+        """Leaves what is not begun yet, where what it was for has failed."""
+        self._made = {made: value for made, value in self._made.items() if not value.cancel()}
 
     def buffer(self, weight: DeclaredWeight) -> Buffer:
         """The values of one weight, on its device."""

@@ -30,7 +30,7 @@ from models.collectives import collectives_for, signal_bytes
 from models.decoder import constant_weights
 from models.errors import ConfigError
 from models.placement import Placement, even_counts, split_layers
-from models.weights import DeclaredWeight, FromCheckpoint, Piece, WeightLoader
+from models.weights import DeclaredWeight, WeightLoader
 
 MODEL = "model=tiny_llama"
 PARALLEL = ("tp2", "tp4", "dp2", "dp4", "pp2", "pp3_uneven", "pp2_tp2")
@@ -406,23 +406,3 @@ def test_compare_names_the_largest_difference_and_sees_nan() -> None:
     assert compare(plain, found).max_abs_diff == np.inf
     found[0][1, 2] = 1.0
     assert not compare(plain, found).tokens_equal
-
-
-def test_loader_makes_the_values_of_one_source_once() -> None:
-    class Reader:
-        reads = 0
-        keeps = False
-
-        def read(self, _name, rows=slice(None)):
-            self.reads += 1
-            return np.arange(12, dtype=np.float32).reshape(4, 3)[rows]
-
-    def weight(holder: int) -> DeclaredWeight:
-        source = FromCheckpoint((Piece("t", rows=(1, 3), columns=(0, 2)),))
-        return DeclaredWeight("w", DType.float32, (2, 2), DeviceRef.CPU(), source, holder)
-
-    reader = Reader()
-    made = WeightLoader(reader).load({"a": weight(0), "b": weight(1)})
-    np.testing.assert_array_equal(made["a"], [[3, 4], [6, 7]])
-    assert made["a"] is made["b"]
-    assert reader.reads == 1
