@@ -49,6 +49,7 @@ def describe(plan: Plan) -> dict[str, Any]:
             **({} if on_host else _limits(plan)),
         },
         "encoding": plan.encoding.value,
+        "stored": dict(plan.stages[0].config.stored),
         "settings": as_json(plan.settings),
         "inputs": {
             "decoder": [
@@ -76,13 +77,19 @@ def _inputs(leaves: Any) -> list[dict[str, Any]]:
     return [{key: leaf[key] for key in ("path", "dtype", "shape", "device")} for leaf in leaves]
 
 
-def export(plan: Plan, artifacts: Mapping[str, CompiledModel], folder: Path) -> None:
+def export(
+    plan: Plan, artifacts: Mapping[str, CompiledModel], folder: Path, *, replaces: bool = True
+) -> None:
     """Writes compiled graphs, whole or not at all.
 
     Args:
         plan: What they were compiled for.
         artifacts: The compiled model that holds each role's graph.
-        folder: Where to; what is there is replaced.
+        folder: Where to.
+        replaces: Whether what is there is replaced.
+
+    Raises:
+        OSError: If they can't be written, or are there and stay.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
@@ -96,7 +103,8 @@ def export(plan: Plan, artifacts: Mapping[str, CompiledModel], folder: Path) -> 
         roles = {role: files[id(compiled)] for role, compiled in artifacts.items()}
         contents = {"roles": roles, **describe(plan)}
         (made / DESCRIPTION).write_text(json.dumps(contents, indent=1) + "\n")
-        shutil.rmtree(folder, ignore_errors=True)
+        if replaces:
+            shutil.rmtree(folder, ignore_errors=True)
         made.replace(folder)
 
 

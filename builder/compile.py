@@ -1,4 +1,4 @@
-"""Step 4, compile: a registration to a loaded model, through MAX's compile cache."""
+"""Step 4, compile: a registration to a loaded model, whose graphs are found or compiled."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from max.driver import CPU, Accelerator
 from max.engine import InferenceSession
 from max.pipelines.lib.graph_specs import GraphSpec
 
+from builder import graph_cache
 from builder.artifact import check_artifact, load
 from builder.build import Registration
 from builder.shared import Shared
@@ -36,7 +37,7 @@ class Compiled:
     """The loaded pipeline model."""
 
     cache_hit: bool
-    """Whether every graph came out of MAX's compile cache, or was loaded already."""
+    """Whether every graph was found compiled, or loaded."""
 
     reused: bool = False
     """Whether the graphs are those of a job before."""
@@ -91,13 +92,16 @@ def compile_registration(
             return compile_registration(registration, session, shared, begun)
     before = _cached_graphs()
     graphs = shared.graphs(plan)
-    artifact = None if graphs is not None else check_artifact(plan)
+    artifact = None if graphs is not None else check_artifact(plan) or graph_cache.find(plan)
     members: dict[str, Any] = {"shared_graphs": graphs}
     if artifact is not None:
         members["graph_loader"] = staticmethod(partial(load, artifact))
     model = _loaded(registration, session, members, weights)
-    # Graphs of a job before are not compiled, whatever other processes add meanwhile.
-    hit = graphs is not None or _cached_graphs() <= before
+    # Graphs that are found are not compiled, whatever other processes add meanwhile.
+    hit = graphs is not None or artifact is not None or _cached_graphs() <= before
+    if graphs is None and artifact is None:
+        roles = {role: model.compiled_artifacts.artifact(role) for role in model.roles}
+        graph_cache.keep(plan, roles)
     if graphs is None:
         shared.keep(plan, model.loaded_graphs)
     return Compiled(registration, session, model, cache_hit=hit, reused=graphs is not None)

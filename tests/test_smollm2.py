@@ -41,11 +41,6 @@ def test_command_answers_in_english(tmp_path: Path) -> None:
     assert generation["finish"] == "stop"
     assert generation["text"].startswith("A KV cache is a type of cache that")
     assert generation["text"] in output
-    for _ in range(2):
-        # A graph that another worker compiles in the same moment makes it a miss.
-        if "compile cache   hit" in output:
-            break
-        output, _ = _start(tmp_path, "task.max_new_tokens=1").communicate(timeout=300)
     assert "compile cache   hit" in output
 
 

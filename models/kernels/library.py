@@ -24,6 +24,12 @@ def kernels_version() -> str:
     return digest.hexdigest()[:16]
 
 
+def cache_folder() -> Path:
+    """Where what was compiled is kept, in MAX's cache."""
+    root = os.environ.get("MODULAR_CACHE_DIR") or Path.home() / ".cache" / "modular"
+    return Path(root) / "rolecall"
+
+
 @cache
 def kernel_library() -> Path:
     """The file that a graph loads our kernels from.
@@ -31,8 +37,7 @@ def kernel_library() -> Path:
     It is compiled from the sources once for each version of them and of MAX, and kept beside MAX's
     compiled graphs: given the sources, MAX compiles them anew for every graph, for two seconds.
     """
-    root = os.environ.get("MODULAR_CACHE_DIR") or Path.home() / ".cache" / "modular"
-    library = Path(root) / "rolecall" / kernels_version() / "rolecall_kernels.mojoc"
+    library = cache_folder() / kernels_version() / "rolecall_kernels.mojoc"
     if not library.is_file():
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
