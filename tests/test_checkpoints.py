@@ -51,11 +51,14 @@ def test_smollm2_tensors_equal_the_gguf_packages_own_reading() -> None:
     checkpoint = open_checkpoint(fetch(compose([]).model))
     assert isinstance(checkpoint, GGUFCheckpoint)
     theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(checkpoint.path).tensors}
-    names = {location.raw: name for name, location in checkpoint._locations.items()}
-    assert set(names) == set(theirs)
-    for raw in ("token_embd.weight", "blk.3.ffn_down.weight", "output_norm.weight"):
+    assert len(checkpoint.tensors) == len(theirs)
+    for raw, name in {
+        "token_embd.weight": "embed_tokens.weight",
+        "blk.3.ffn_down.weight": "layers.3.mlp.down_proj.weight",
+        "output_norm.weight": "norm.weight",
+    }.items():
         wanted = gguf.dequantize(theirs[raw].data, theirs[raw].tensor_type)
-        np.testing.assert_array_equal(checkpoint.read(names[raw]), wanted)
+        np.testing.assert_array_equal(checkpoint.read(name), wanted)
     part = checkpoint.read("layers.3.mlp.down_proj.weight", slice(64, 128))
     np.testing.assert_array_equal(part, checkpoint.read("layers.3.mlp.down_proj.weight")[64:128])
 
@@ -63,9 +66,8 @@ def test_smollm2_tensors_equal_the_gguf_packages_own_reading() -> None:
 def test_gguf_query_rows_are_put_back_in_halves() -> None:
     checkpoint = open_checkpoint(fetch(compose([]).model))
     assert isinstance(checkpoint, GGUFCheckpoint)
-    name = "layers.0.self_attn.q_proj.weight"
-    location = checkpoint._locations[name]
-    (tensor,) = (t for t in gguf.GGUFReader(checkpoint.path).tensors if t.name == location.raw)
+    name, raw = "layers.0.self_attn.q_proj.weight", "blk.0.attn_q.weight"
+    (tensor,) = (t for t in gguf.GGUFReader(checkpoint.path).tensors if t.name == raw)
     stored = gguf.dequantize(tensor.data, tensor.tensor_type)
     # llama.cpp stores row 2i of a head from row i, and row 2i + 1 from row i + 32.
     found = checkpoint.read(name)
@@ -97,6 +99,21 @@ def test_gguf_of_each_quantization_dequantizes(
     np.testing.assert_array_equal(some, found[1:3])
     # The coarsest, 4 bits, has 16 steps over the range of a block.
     assert np.abs(found - values).max() <= np.abs(values).max() * 2 / 16
+
+
+def test_gguf_of_a_type_that_cannot_be_dequantized_is_refused_unread(tmp_path: Path) -> None:
+    path = tmp_path / "one.gguf"
+    writer = gguf.GGUFWriter(path, "qwen2")
+    writer.add_tensor("blk.0.ffn_up.weight", np.zeros((8, 64)))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ConfigError) as caught:
+        GGUFCheckpoint(path)
+    assert f"{path}: blk.0.ffn_up.weight is F64, which the gguf package cannot dequantize" in str(
+        caught.value
+    )
 
 
 def test_bfloat16_is_the_upper_half_of_float32(tmp_path: Path) -> None:

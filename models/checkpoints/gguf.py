@@ -13,7 +13,7 @@ import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -79,7 +79,6 @@ class _Location:
     offset: int
     info: TensorInfo
     quantization: GGMLQuantizationType
-    raw: str
 
 
 class _HeaderReader:
@@ -193,6 +192,11 @@ class GGUFCheckpoint(Checkpoint):
                 raise ConfigError(
                     f"model.source: {self.path}: {raw} has the unknown tensor type {kind}"
                 ) from error
+            if not _can_dequantize(quantization):
+                raise ConfigError(
+                    f"model.source: {self.path}: {raw} is {quantization.name}, which the gguf "
+                    "package cannot dequantize"
+                )
             block, block_bytes = GGML_QUANT_SIZES[quantization]
             if not shape or shape[-1] % block:
                 raise ConfigError(
@@ -206,7 +210,7 @@ class GGUFCheckpoint(Checkpoint):
                     f"{start + offset + num_bytes}, the file has {len(self._data)}"
                 )
             info = TensorInfo(_canonical_name(raw), shape, quantization.name, num_bytes)
-            locations[info.name] = _Location(start + offset, info, quantization, raw)
+            locations[info.name] = _Location(start + offset, info, quantization)
         return locations
 
     @cached_property
@@ -227,13 +231,7 @@ class GGUFCheckpoint(Checkpoint):
         # A tensor of rank 1 has no rows to choose before it is dequantized.
         chosen = stored[rows] if outer else stored
         shape = (*chosen.shape[:-2], location.info.shape[-1])
-        try:
-            values = dequantize(_long_rows(chosen), location.quantization)
-        except NotImplementedError as error:
-            raise ConfigError(
-                f"model.source: {self.path}: {location.raw} is {location.quantization.name}, "
-                "which the gguf package cannot dequantize"
-            ) from error
+        values = dequantize(_long_rows(chosen), location.quantization)
         values = values.astype(np.float32, copy=False).reshape(shape)
         if not outer:
             values = values[rows]
@@ -261,6 +259,17 @@ class GGUFCheckpoint(Checkpoint):
         half = int(self.config["head_dim"]) // 2
         pairs = values.reshape(-1, half, 2, *values.shape[1:])
         return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
+
+
+@cache
+def _can_dequantize(quantization: GGMLQuantizationType) -> bool:
+    """Whether the gguf package reads a type of values; it says so of a block of them."""
+    _, block_bytes = GGML_QUANT_SIZES[quantization]
+    try:
+        dequantize(np.zeros((1, block_bytes), np.uint8), quantization)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _long_rows(stored: Stored) -> Stored:
