@@ -56,7 +56,7 @@ def build(plan: Plan) -> Registration:
     model_config = MAXModelConfig(
         model_path="",
         device_specs=[DeviceSpec(device.id, device.device_type.value) for device in devices],
-        quantization_encoding=plan.stages[0].config.dtype.name,
+        quantization_encoding=plan.dtype.name,
         max_length=plan.max_length,
         data_parallel_degree=plan.num_replicas,
         kv_cache=KVCacheConfig(
@@ -112,8 +112,8 @@ def _planned(plan: Plan, stages: tuple[DecoderConfig, ...]) -> type[Any]:
     class PlannedConfig:
         """MAX's view of a plan's decoder configuration."""
 
-        DEFAULT_ENCODING = plan.stages[0].config.dtype.name
-        SUPPORTED_ENCODINGS: frozenset[str] = frozenset({plan.stages[0].config.dtype.name})
+        DEFAULT_ENCODING = plan.dtype.name
+        SUPPORTED_ENCODINGS: frozenset[str] = frozenset({plan.dtype.name})
 
         def __init__(self) -> None:
             self.stages = stages

@@ -133,6 +133,11 @@ class Plan:
         return self.model.encoding
 
     @property
+    def dtype(self) -> DType:
+        """What activations, the KV cache and weights that are not kept otherwise are in."""
+        return self.stages[0].config.dtype
+
+    @property
     def batch(self) -> BatchLimits:
         """The limits of a step of a replica."""
         return settled(self.deployment.batch)

@@ -93,7 +93,7 @@ def server_arguments(plan: Plan, folder: Path) -> list[str]:
         f"--device-memory-utilization={plan.deployment.devices.memory_utilization:g}",
         f"--data-parallel-degree={parallel.data}",
         f"--ep-size={parallel.expert}",
-        f"--quantization-encoding={plan.stages[0].config.dtype.name}",
+        f"--quantization-encoding={plan.dtype.name}",
         f"--max-length={plan.max_length}",
         f"--max-batch-size={batch.max_batch_size}",
         f"--max-batch-input-tokens={batch.max_batch_input_tokens}",
