@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from max.engine import CompiledModel, InferenceSession, Model, read
+from max.engine import CompiledModel, read
 
 from builder.report import as_json, contract_json
 from builder.resolve import Plan
@@ -19,9 +19,7 @@ from models.kernels import kernels_version
 
 if TYPE_CHECKING:
     # Importing MAX's pipelines costs two seconds, which checking does without.
-    from max.pipelines.lib.graph_specs import GraphSpec
-
-    from models.graphs import Loaded
+    from max.pipelines.lib.graph_specs import CompiledArtifacts
 
 DESCRIPTION = "artifact.json"
 """What an artifact's graphs were compiled for, and the file of each role."""
@@ -99,13 +97,21 @@ def export(
         for compiled in artifacts.values():
             if id(compiled) not in files:
                 files[id(compiled)] = f"graphs_{len(files)}.mef"
-                compiled.export_mef(str(made / files[id(compiled)]))
+                _write(compiled, made / files[id(compiled)])
         roles = {role: files[id(compiled)] for role, compiled in artifacts.items()}
         contents = {"roles": roles, **describe(plan)}
         (made / DESCRIPTION).write_text(json.dumps(contents, indent=1) + "\n")
         if replaces:
             shutil.rmtree(folder, ignore_errors=True)
         made.replace(folder)
+
+
+def _write(compiled: CompiledModel, file: Path) -> None:
+    try:
+        compiled.export_mef(str(file))
+    except ValueError as error:
+        # So MAX says that a file can't be written.
+        raise OSError(f"{file}: {error}") from error
 
 
 def check_artifact(plan: Plan) -> Path | None:
@@ -123,7 +129,8 @@ def check_artifact(plan: Plan) -> Path | None:
     if plan.deployment.artifact is None:
         return None
     folder = Path(plan.deployment.artifact).expanduser()
-    found = _description(folder)
+    # Before encodings could be kept, artifacts did not say which are.
+    found = {"stored": {}, **_description(folder)}
     difference = _first_difference("", found, {"roles": found["roles"], **describe(plan)})
     if difference is not None:
         where, there, here = difference
@@ -134,24 +141,24 @@ def check_artifact(plan: Plan) -> Path | None:
     return folder
 
 
-def load(folder: Path, session: InferenceSession, specs: Mapping[str, GraphSpec]) -> Loaded:
-    """Loads an artifact's graphs in place of compiling.
+def read_graphs(folder: Path) -> CompiledArtifacts:
+    """Reads an artifact's graphs, which takes the place of compiling them.
 
     Args:
-        folder: The artifact, checked.
-        session: The session to initialize them with.
-        specs: The graphs, by role, with their weights.
+        folder: The artifact.
+
+    Raises:
+        ConfigError: If a file of it is missing or damaged.
     """
-    from max.pipelines.lib.graph_specs import CompiledArtifacts, init_graphs
+    from max.pipelines.lib.graph_specs import CompiledArtifacts
 
     roles = _description(folder)["roles"]
     files = sorted(set(roles.values()))
-    artifacts = CompiledArtifacts(
-        [read(str(folder / file)) for file in files],
-        {role: files.index(file) for role, file in roles.items()},
-    )
-    models: dict[str, Model] = init_graphs(session, artifacts, specs)
-    return artifacts, models
+    try:
+        compiled = [read(str(folder / file)) for file in files]
+    except RuntimeError as error:
+        raise ConfigError(f"deployment.artifact: {folder} is damaged: {error}") from error
+    return CompiledArtifacts(compiled, {role: files.index(file) for role, file in roles.items()})
 
 
 def _description(folder: Path) -> dict[str, Any]:

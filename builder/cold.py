@@ -1,4 +1,4 @@
-"""How long compiling takes in a process of its own, with a compile cache of one's choice."""
+"""How long compiling takes in a process of its own, with caches of one's choice."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CompileTime:
     """Opening a session and loading the model into it, its weights included."""
 
     cache_hit: bool
-    """Whether every graph came out of the cache."""
+    """Whether every graph was found compiled."""
 
 
 def compile_apart(plan: Plan, cache: Path, should_stop: Callable[[], bool]) -> CompileTime:
@@ -38,7 +38,7 @@ def compile_apart(plan: Plan, cache: Path, should_stop: Callable[[], bool]) -> C
 
     Args:
         plan: The plan.
-        cache: MAX's compile cache; an empty folder is a cold one.
+        cache: The folder of ours and MAX's; an empty one is cold.
         should_stop: Asked several times a second.
 
     Raises:

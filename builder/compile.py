@@ -11,13 +11,13 @@ from typing import Any
 
 from max.driver import CPU, Accelerator
 from max.engine import InferenceSession
-from max.pipelines.lib.graph_specs import GraphSpec
+from max.pipelines.lib.graph_specs import CompiledArtifacts, GraphSpec, init_graphs
 
 from builder import graph_cache
-from builder.artifact import check_artifact, load
+from builder.artifact import check_artifact, read_graphs
 from builder.build import Registration
 from builder.shared import Shared
-from models.graphs import RoleModules, load_specs
+from models.graphs import Loaded, RoleModules, load_specs
 from models.kernels import kernel_library
 from models.registration_graph_api import GraphApiDecoderPipelineModel
 from models.weights import WeightLoader
@@ -90,21 +90,31 @@ def compile_registration(
     if weights is None:
         with shared.weights(plan) as begun:
             return compile_registration(registration, session, shared, begun)
-    before = _cached_graphs()
     graphs = shared.graphs(plan)
-    artifact = None if graphs is not None else check_artifact(plan) or graph_cache.find(plan)
-    members: dict[str, Any] = {"shared_graphs": graphs}
-    if artifact is not None:
-        members["graph_loader"] = staticmethod(partial(load, artifact))
-    model = _loaded(registration, session, members, weights)
-    # Graphs that are found are not compiled, whatever other processes add meanwhile.
-    hit = graphs is not None or artifact is not None or _cached_graphs() <= before
-    if graphs is None and artifact is None:
+    if graphs is not None:
+        model = _loaded(registration, session, {"shared_graphs": graphs}, weights)
+        return Compiled(registration, session, model, cache_hit=True, reused=True)
+    artifact = check_artifact(plan)
+    found = graph_cache.find(plan) if artifact is None else read_graphs(artifact)
+    if found is not None:
+        members = {"graph_loader": staticmethod(partial(_initialized, found))}
+        model = _loaded(registration, session, members, weights)
+        hit = True
+    else:
+        before = _cached_graphs()
+        model = _loaded(registration, session, {}, weights)
+        hit = _cached_graphs() <= before
         roles = {role: model.compiled_artifacts.artifact(role) for role in model.roles}
         graph_cache.keep(plan, roles)
-    if graphs is None:
-        shared.keep(plan, model.loaded_graphs)
-    return Compiled(registration, session, model, cache_hit=hit, reused=graphs is not None)
+    shared.keep(plan, model.loaded_graphs)
+    return Compiled(registration, session, model, cache_hit=hit)
+
+
+def _initialized(
+    found: CompiledArtifacts, session: InferenceSession, specs: Mapping[str, GraphSpec]
+) -> Loaded:
+    """Initializes graphs that are compiled, in place of compiling them."""
+    return found, init_graphs(session, found, specs)
 
 
 def _loaded(

@@ -104,8 +104,8 @@ class Shared:
             yield graphs.weights
             return
         weights = WeightLoader(self._reader(plan.checkpoint))
-        weights.begin(_read_weights(plan))
         try:
+            weights.begin(_read_weights(plan))
             yield weights
         except BaseException:
             # The process would end only when all are read.

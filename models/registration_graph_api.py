@@ -262,7 +262,14 @@ class GraphApiDecoderPipelineModel(
         )
         vision = self.arch_config.vision if model_config[0].declarations.vision else None
         self._modules = RoleModules.of(self.decoder_cls, self.vision_cls, model_config, vision)
-        return self._modules.specs(self._weights, self.graph_prefix)
+        # Graphs that are loaded have their weights.
+        specs = self._modules.specs(
+            None if self.shared_graphs is not None else self._weights, self.graph_prefix
+        )
+        if self._weights is not self.weights:
+            # Nobody has held MAX's tensors against the declarations, and compiling takes minutes.
+            self._weights.wait()
+        return specs
 
     @staticmethod
     def graph_loader(session: InferenceSession, specs: Mapping[str, GraphSpec]) -> Loaded:

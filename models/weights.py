@@ -286,6 +286,15 @@ class WeightLoader:
             self._made[made] = pool.submit(_make, self._reader, self._arena, weight)
         pool.shutdown(wait=False)
 
+    def wait(self) -> None:
+        """Waits until all that is begun is made, and raises what reading it raised first."""
+        try:
+            for value in self._made.values():
+                value.result()
+        except BaseException:
+            self.stop()
+            raise
+
     def stop(self) -> None:
         """Leaves what is not begun yet, where what it was for has failed."""
         self._made = {made: value for made, value in self._made.items() if not value.cancel()}

@@ -154,7 +154,7 @@ def load_together(group: tuple[tuple[str, ...], ...]) -> dict[tuple[str, ...], C
 
 @cache
 def compiled_alone(*overrides: str) -> Compiled:
-    """A deployment as the command compiles it, which then finds it in MAX's cache."""
+    """A deployment as the command compiles it, which then finds it compiled."""
     from builder.build import build
     from builder.compile import compile_registration, process_session
 
@@ -164,7 +164,7 @@ def compiled_alone(*overrides: str) -> Compiled:
 
 @contextmanager
 def one_process(what: str) -> Iterator[None]:
-    """Lets one process of a test run compile something; the others then find it in MAX's cache."""
+    """Lets one process of a test run compile something; the others then find it compiled."""
     name = hashlib.sha256(what.encode()).hexdigest()
     with (Path(tempfile.gettempdir()) / f"rolecall-tests-{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -236,7 +236,8 @@ def _layer(name: str) -> Model:
             HostExchange(experts, placement, received),
         )
         graph.output(*(found[first] for first in placement.firsts))
-    return process_session().load(graph, weights_registry=WeightLoader(_Random()).load(weights))
+    values = dict(WeightLoader(_Random()).load(weights))
+    return process_session().load(graph, weights_registry=values)
 
 
 def _routed(name: str, per_replica: list[np.ndarray]) -> list[np.ndarray]:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import resource
+import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import (
@@ -18,16 +23,20 @@ from conftest import (
     one_process,
     plan_for,
 )
+from max.engine import CompiledModel, InferenceSession
 from test_contract import assert_takes
 
+import models
 from builder import graph_cache
 from builder.artifact import DESCRIPTION
 from builder.build import build
 from builder.compile import Compiled, compile_registration, process_session
 from builder.report import contract_json
 from models.errors import ConfigError
+from models.sources import sources_version
 
 MODELS = ("tiny_llama", "tiny_deepseek_v3", "tiny_idefics3", "tiny_qwen3_next")
+TWO = ("model=tiny_llama", "deployment=tp2")
 STAGES = ("model=tiny_llama", "deployment=pp2")
 
 KEYS = """
@@ -102,16 +111,43 @@ def test_settings_of_max_in_the_environment_tell_graphs_apart(
     assert graph_cache.made_from(plan) != before
 
 
+@pytest.fixture
+def debug() -> Iterator[Any]:
+    """MAX's settings of debugging, put back in the end."""
+    yield InferenceSession.debug
+    InferenceSession.debug.reset()
+
+
+def test_settings_of_debugging_that_are_in_force_tell_graphs_apart(debug: Any) -> None:
+    # A file, modular.cfg, may have set them.
+    plan = plan_for("model=tiny_llama")
+    before = graph_cache.made_from(plan)
+    debug.assert_level = "all"
+    assert graph_cache.made_from(plan) != before
+
+
+def test_where_an_environment_is_does_not_tell_graphs_apart() -> None:
+    assert sys.prefix not in graph_cache.made_from(plan_for("model=tiny_llama"))
+
+
+def test_sources_tell_their_versions_apart(tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    shutil.copytree(Path(models.__file__).parent, folder, ignore=shutil.ignore_patterns("*.pyc"))
+    assert sources_version(folder) == models.SOURCES_VERSION
+    # What an editor leaves is no source.
+    (folder / ".#decoder.py").symlink_to(folder / "nowhere")
+    assert sources_version(folder) == models.SOURCES_VERSION
+    changed = folder / "layers" / "norm.py"
+    changed.write_text(changed.read_text() + "\n")
+    assert sources_version(folder) != models.SOURCES_VERSION
+
+
 def test_other_layers_and_other_processors_find_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     plan = plan_for("model=tiny_llama")
     texts = {graph_cache.made_from(plan)}
-    changed = tmp_path / "models"
-    changed.mkdir()
-    (changed / "decoder.py").write_text("# Other layers.\n")
-    monkeypatch.setattr(graph_cache, "SOURCES", changed)
-    graph_cache.sources_version.cache_clear()
+    monkeypatch.setattr(graph_cache, "SOURCES_VERSION", "0")
     texts.add(graph_cache.made_from(plan))
     described = tmp_path / "cpuinfo"
     described.write_text("model name\t: Another\nflags\t\t: sse2\n")
@@ -119,13 +155,12 @@ def test_other_layers_and_other_processors_find_nothing(
     graph_cache.processor.cache_clear()
     texts.add(graph_cache.made_from(plan))
     monkeypatch.undo()
-    graph_cache.sources_version.cache_clear()
     graph_cache.processor.cache_clear()
     assert len(texts) == 3
     assert graph_cache.made_from(plan) in texts
 
 
-@pytest.mark.parametrize("overrides", [("model=tiny_llama", "deployment=tp2"), STAGES])
+@pytest.mark.parametrize("overrides", [TWO, STAGES])
 def test_found_graphs_take_the_contract_and_give_the_same_ids(overrides: tuple[str, ...]) -> None:
     compiled_alone(*overrides)
     found = _again(overrides)
@@ -140,27 +175,73 @@ def test_found_graphs_take_the_contract_and_give_the_same_ids(overrides: tuple[s
 
 
 def test_graphs_that_are_kept_stay_as_they_are() -> None:
-    overrides = ("model=tiny_llama", "deployment=tp2")
-    compiled = compiled_alone(*overrides)
-    plan = compiled.registration.plan
-    folder = graph_cache.find(plan)
+    plan = compiled_alone(*TWO).registration.plan
+    folder = graph_cache.kept_in(plan)
     assert folder is not None
     before = (folder / DESCRIPTION).stat()
-    with one_process(repr(overrides)):
+    with one_process(repr(TWO)):
         graph_cache.keep(plan, {})
     assert (folder / DESCRIPTION).stat() == before
 
 
-def test_a_cache_that_cannot_be_written_is_told_and_harms_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    compiled = compiled_alone("model=tiny_llama", "deployment=tp2")
-    plan, artifacts = compiled.registration.plan, compiled.model.compiled_artifacts
-    (tmp_path / "rolecall").write_text("A file where a folder belongs.")
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty cache folder, where the next graph would be kept."""
     monkeypatch.setenv("MODULAR_CACHE_DIR", str(tmp_path))
-    graph_cache.keep(plan, {"decoder": artifacts.artifact("decoder")})
+    return tmp_path
+
+
+def _artifacts(compiled: Compiled) -> dict[str, CompiledModel]:
+    return {"decoder": compiled.model.compiled_artifacts.artifact("decoder")}
+
+
+@pytest.mark.parametrize("damage", ["truncated graph", "no description"])
+def test_damaged_graphs_are_dropped_and_told(
+    damage: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiled = compiled_alone(*TWO)
+    plan = compiled.registration.plan
+    graph_cache.keep(plan, _artifacts(compiled))
+    assert graph_cache.find(plan) is not None
+    (kept,) = (elsewhere / "rolecall" / "graphs").iterdir()
+    if damage == "no description":
+        (kept / DESCRIPTION).unlink()
+    else:
+        graph = kept / "graphs_0.mef"
+        graph.write_bytes(graph.read_bytes()[:-1000])
+    assert graph_cache.find(plan) is None
+    assert "are damaged: compiled anew" in capsys.readouterr().err
+    assert not kept.exists()
+    graph_cache.keep(plan, _artifacts(compiled))
+    assert graph_cache.find(plan) is not None
+
+
+def test_a_cache_that_cannot_be_written_is_told_and_harms_nothing(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiled = compiled_alone(*TWO)
+    plan = compiled.registration.plan
+    (elsewhere / "rolecall").write_text("A file where a folder belongs.")
+    graph_cache.keep(plan, _artifacts(compiled))
     assert "can't keep compiled graphs: " in capsys.readouterr().err
     assert graph_cache.find(plan) is None
+
+
+def test_a_graph_that_does_not_fit_the_disk_is_told_and_harms_nothing(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiled = compiled_alone(*TWO)
+    plan = compiled.registration.plan
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        graph_cache.keep(plan, _artifacts(compiled))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert "can't keep compiled graphs: " in capsys.readouterr().err
+    assert not list((elsewhere / "rolecall" / "graphs").iterdir())
 
 
 def test_graphs_for_accelerators_and_of_artifacts_are_not_looked_for() -> None:

@@ -8,6 +8,7 @@ from conftest import compiled_for, expected, forced_logits, greedy_ids, limited,
 from max.nn.transformer import ReturnLogits
 
 from models.decoder import CausalDecoder
+from models.weights import WeightLoader
 
 MODEL = "model=tiny_llama"
 PROMPTS = [
@@ -155,7 +156,7 @@ def test_data_parallelism_that_cannot_be_served_is_refused(
             process_session(),
             registration.devices[:1] * num_devices,
             registration.pipeline_config.model.kv_cache,
-            registration.plan.checkpoint,
+            WeightLoader(registration.plan.checkpoint),
             return_logits=ReturnLogits.LAST_TOKEN,
             memory_plan=registration.memory_plan,
         )

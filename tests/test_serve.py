@@ -45,6 +45,7 @@ from models.contract import resolve_contract
 from models.errors import ConfigError
 from models.families import FAMILIES
 from models.registration_graph_api import GraphApiDecoderPipelineModel
+from models.weights import WeightLoader
 
 # The graph that other tests compile too; requests have to wait for each other.
 LIMITS = ("deployment.batch.max_batch_size=4",)
@@ -312,7 +313,7 @@ def test_the_registered_class_gives_hidden_states_that_project_to_hugging_faces_
         process_session(),
         registration.devices,
         config.model.kv_cache,
-        plan.checkpoint,
+        WeightLoader(plan.checkpoint),
         memory_plan=registration.memory_plan,
         return_hidden_states=ReturnHiddenStates.ALL_NORMALIZED,
         max_batch_size=plan.deployment.batch.max_batch_size,

@@ -74,6 +74,15 @@ def test_what_reading_raises_is_raised_where_the_value_is_taken(held: Held) -> N
         made["b"]
 
 
+def test_waiting_for_all_raises_what_reading_raised_and_reads_nothing_more(held: Held) -> None:
+    loader = WeightLoader(held)
+    loader.begin([_weight("absent"), *(_weight(str(number)) for number in range(1000))])
+    held.let.set()
+    with pytest.raises(KeyError, match="absent"):
+        loader.wait()
+    assert len(held.asked) < 900
+
+
 def test_a_loader_that_is_stopped_reads_nothing_more(held: Held) -> None:
     loader = WeightLoader(held)
     loader.begin([_weight(str(number)) for number in range(1000)])

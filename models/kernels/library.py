@@ -25,7 +25,7 @@ def kernels_version() -> str:
 
 
 def cache_folder() -> Path:
-    """Where what was compiled is kept, in MAX's cache."""
+    """Where what was compiled is kept, beside MAX's compile cache."""
     root = os.environ.get("MODULAR_CACHE_DIR") or Path.home() / ".cache" / "modular"
     return Path(root) / "rolecall"
 
