@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.request import urlopen
@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from conftest import REFERENCE, compiled_alone, expected, greedy_ids, limited, plan_for
 from max.driver import DeviceSpec
+from max.graph.weights import WeightData, Weights, load_weights
 from max.nn.transformer import ReturnHiddenStates
 from max.pipelines.kv_cache.config import KVCacheConfig
 from max.pipelines.lib.arch_lookup import ARCH_LOOKUP, import_custom_architectures
@@ -39,7 +40,7 @@ from builder.serving import (
     served_folder,
     server_arguments,
 )
-from models.architectures import ServedConfig, ServedDecoder
+from models.architectures import ServedConfig, ServedDecoder, canonical_state_dict
 from models.checkpoints import open_checkpoint
 from models.contract import resolve_contract
 from models.errors import ConfigError
@@ -333,6 +334,32 @@ def test_the_registered_class_gives_hidden_states_that_project_to_hugging_faces_
     greedy_ids(compiled, [values["prompt_0"]], 1)
     logits = rows[0] @ plan.checkpoint.read("lm_head.weight").T
     np.testing.assert_allclose(logits, values["all_0"], atol=1e-4, rtol=0)
+
+
+def test_a_tensor_that_max_does_not_hand_over_is_named_before_anything_is_compiled() -> None:
+    registration = build(plan_for("model=tiny_llama"))
+    checkpoint, folder = registration.plan.checkpoint, REFERENCE / "tiny_llama"
+    main = registration.pipeline_config.model.model_copy(update={"model_path": str(folder)})
+    config = registration.pipeline_config.model_copy(update={"models": {"main": main}})
+
+    def renamed(state: Mapping[str, Weights], **_: object) -> dict[str, WeightData]:
+        found = canonical_state_dict(checkpoint.family, state)
+        return {name: values for name, values in found.items() if name != "norm.weight"}
+
+    def compiled(*_: object) -> None:
+        raise AssertionError("compiled")
+
+    model_cls = type("Model", (ServedDecoder,), {"graph_loader": staticmethod(compiled)})
+    with pytest.raises(ConfigError, match=r"the checkpoint has no tensor norm\.weight"):
+        model_cls(
+            config,
+            process_session(),
+            registration.devices,
+            config.model.kv_cache,
+            load_weights(sorted(folder.glob("*.safetensors"))),
+            renamed,
+            memory_plan=registration.memory_plan,
+        )
 
 
 def test_accelerators_are_served_with_the_inputs_that_the_plan_says() -> None:
