@@ -47,6 +47,7 @@ from models.exchange import ExpertParallelExchange, exchange_buffers
 from models.graph_api import GraphApiModule
 from models.graphs import VISION_ROLE, Loaded, LoadedGraphs, RoleModules, lasting_inputs, load_specs
 from models.images import ImageStore
+from models.log_writer import yielding_log_writer
 from models.lora import AdapterStore
 from models.placement import stage_role
 from models.repeated_step import RepeatedStep, can_repeat
@@ -318,6 +319,10 @@ class GraphApiDecoderPipelineModel(
         Args:
             model_inputs: What the batch processor prepared.
         """
+        with yielding_log_writer():
+            return self._executed(model_inputs)
+
+    def _executed(self, model_inputs: ModelInputs) -> ModelOutputs:
         assert isinstance(model_inputs, GraphApiDecoderModelInputs)
         assert self.batch_processor is not None
         # The KV manager's copies too.
