@@ -166,14 +166,14 @@ class Runner:
                 for running in replicas:
                     for pair in [pair for pair in running if pair[0].finish is not None]:
                         running.remove(pair)
-                        self._release(pair[1])
+                        self._release(*pair)
         except Exception:
             ended = "error"
             raise
         finally:
             for request, context in chain.from_iterable(replicas):
                 request.finish = request.finish or ended
-                self._release(context)
+                self._release(request, context)
             for request in waiting:
                 request.finish = ended
 
@@ -201,8 +201,9 @@ class Runner:
         """Pages that no sequence holds, over all replicas; what is in them may be used again."""
         return sum(self._kv.block_count(i).free for i in range(self.plan.num_replicas))
 
-    def _release(self, context: TextContext) -> None:
+    def _release(self, request: Request, context: TextContext) -> None:
         self._repeated = None
+        _catch_up(request, context)
         self._kv.release(context)
         self.model.release(context.request_id)
 
@@ -302,7 +303,8 @@ class Runner:
             if context.tokens.actively_chunked:
                 context.tokens.advance_chunk()
             else:
-                self._advance(request, context, next_logits[row], on_token)
+                _take(request, next_logits[row], on_token)
+                _catch_up(request, context)
             self._kv.step(context)
         alike = decoding == tokens == sum(map(len, replicas))
         only = outputs.logits is next_token_logits
@@ -317,22 +319,25 @@ class Runner:
     ) -> None:
         """Computes a step of a batch that is as it was.
 
-        The KV manager is told of its tokens when a sequence needs the next page.
+        MAX's contexts and the KV manager are told of its tokens when a sequence needs the next
+        page, or ends.
         """
         began = time.perf_counter()
         tokens = [request.ids[-1] for request, _ in batch]
         before = time.perf_counter()
         outputs = repeated.execute(tokens)
         execute = time.perf_counter() - before
-        for (request, context), logits in zip(batch, host_values(outputs), strict=True):
-            self._advance(request, context, logits, on_token)
+        # On the host, which to_numpy would first ask for.
+        for (request, _), logits in zip(batch, np.from_dlpack(outputs), strict=True):
+            _take(request, logits, on_token)
         took = time.perf_counter() - began
         self.times.each.append(StepTime(len(batch), len(batch), execute, took))
 
     def _schedule(self, running: Sequence[Running]) -> list[Running]:
         """Chooses a replica's step: what decodes, then prompts, the last in a chunk."""
         batch = [pair for pair in running if pair[0].ids]
-        for _, context in batch:
+        for request, context in batch:
+            _catch_up(request, context)
             self._kv.alloc(context)
         budget = self._step_tokens - len(batch)
         for request, context in running:
@@ -368,26 +373,6 @@ class Runner:
             if not request.ids and not isinstance(other, TextAndVisionContext)
         )
 
-    def _advance(
-        self,
-        request: Request,
-        context: TextContext,
-        logits: Logits,
-        on_token: Callable[[Request, int], None],
-    ) -> None:
-        if request.max_new_tokens == 0:
-            request.finish = "length"
-            return
-        token = request.sampler.choose(logits)
-        request.ids.append(token)
-        request.token_times.append(time.perf_counter())
-        context.tokens.advance_with_token(token)
-        if token in request.stop_ids:
-            request.finish = "stop"
-        elif len(request.ids) >= request.max_new_tokens:
-            request.finish = "length"
-        on_token(request, token)
-
     def _deliver_logits(self, batch: Sequence[Running], outputs: ModelOutputs) -> None:
         if all(request.on_logits is None for request, _ in batch):
             return
@@ -396,3 +381,24 @@ class Runner:
         for row, (request, _) in enumerate(batch):
             if request.on_logits is not None:
                 request.on_logits(logits[offsets[row] : offsets[row + 1]])
+
+
+def _take(request: Request, logits: Logits, on_token: Callable[[Request, int], None]) -> None:
+    """Chooses a request's next token, unless it only prefills."""
+    if request.max_new_tokens == 0:
+        request.finish = "length"
+        return
+    token = request.sampler.choose(logits)
+    request.ids.append(token)
+    request.token_times.append(time.perf_counter())
+    if token in request.stop_ids:
+        request.finish = "stop"
+    elif len(request.ids) >= request.max_new_tokens:
+        request.finish = "length"
+    on_token(request, token)
+
+
+def _catch_up(request: Request, context: TextContext) -> None:
+    """Tells MAX's context the tokens that it has not been told."""
+    for token in request.ids[len(context.tokens) - len(request.prompt_ids) :]:
+        context.tokens.advance_with_token(token)

@@ -66,7 +66,7 @@ class Sampler:
             logits: float32 ``[vocabulary]``.
         """
         if self.sampling.temperature == 0:
-            return int(np.argmax(logits))
+            return int(logits.argmax())
         ids, probabilities = candidates(logits, self.sampling)
         return int(self._generator.choice(ids, p=probabilities))
 
