@@ -20,10 +20,10 @@ from transformers import PretrainedConfig
 from builder.resolve import Plan
 from models.config import DecoderConfig
 from models.decoder import CausalDecoder
+from models.kv_cache import stages_kv_params
 from models.registration_graph_api import (
     GraphApiDecoderPipelineModel,
     graph_api_pipeline_model,
-    stages_kv_params,
 )
 from models.settings import ModelSettings
 from models.vision import VisionEncoder

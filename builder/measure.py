@@ -9,9 +9,10 @@ from statistics import median
 
 import numpy as np
 
-from builder.run import Request, Runner, StepTime
+from builder.run import Request, Runner
 from builder.sampling import Sampler
 from builder.schema import SamplingConfig
+from builder.step_times import StepTime
 from models.settings import ModelSettings
 
 

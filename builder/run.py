@@ -26,6 +26,7 @@ from max.pipelines.lib.interfaces.pipeline_model import ModelOutputs
 from builder.compile import Compiled
 from builder.images import Pixels, image_hash
 from builder.sampling import Logits, Sampler
+from builder.step_times import StepTime, StepTimes
 from models.buffers import host_values
 from models.kv_cache import with_prefix_caching
 from models.repeated_step import RepeatedStep
@@ -76,46 +77,6 @@ class Request:
 
 Running = tuple[Request, TextContext]
 """A request under way, and MAX's context of it."""
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """What one step computed, and how long it took, in seconds."""
-
-    tokens: int
-    """Tokens that it took, over all replicas."""
-
-    decoding: int
-    """Sequences of which it took their last token, rather than a part of their prompt."""
-
-    execute: float
-    """Inside the compiled graph."""
-
-    total: float
-    """In all, host work included."""
-
-
-@dataclass
-class StepTimes:
-    """Where the time of a run's steps went, in seconds."""
-
-    each: list[StepTime] = field(default_factory=list)
-    """The steps computed, in order."""
-
-    @property
-    def steps(self) -> int:
-        """Steps computed."""
-        return len(self.each)
-
-    @property
-    def execute(self) -> float:
-        """Inside the compiled graph."""
-        return sum(step.execute for step in self.each)
-
-    @property
-    def total(self) -> float:
-        """Inside steps, host work included."""
-        return sum(step.total for step in self.each)
 
 
 class Runner:

@@ -31,11 +31,11 @@ from models.decoder import CausalDecoder
 from models.families import FAMILIES
 from models.families.base import Family
 from models.finalize import ServingLimits, check_accelerated_model, decoder_config
+from models.kv_cache import stages_kv_params
 from models.placement import Placement
 from models.registration_graph_api import (
     check_data_parallelism,
     graph_api_pipeline_model,
-    stages_kv_params,
 )
 
 ENCODINGS = {"float32": DType.float32, "bfloat16": DType.bfloat16}

@@ -1,7 +1,8 @@
-"""The paged KV cache on the host."""
+"""The paged KV cache: its parameters, and what is the host's own of it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +20,8 @@ from max.nn.kv_cache import (
 from max.nn.kv_cache.cache_params import KVCacheBuffer
 
 from models.buffers import zeroed
-from models.placement import Placement
+from models.config import DecoderConfig
+from models.placement import Placement, stage_role
 from models.settings import ModelSettings
 
 
@@ -135,3 +137,12 @@ class HostMLAKVCacheParams(_OnHost, MLAKVCacheParams):
 
 def _without_dispatch(inputs: Any) -> Any:
     return replace(inputs, attention_dispatch_metadata=None, mla_num_partitions=None)
+
+
+def stages_kv_params(stages: Sequence[DecoderConfig]) -> KVCacheParamInterface:
+    """The KV cache of all stages: one stage's, or a tree with one subtree per stage."""
+    params = {stage_role(s.placement): s.kv_params for s in stages if s.kv_params is not None}
+    assert params, "a model in which no layer attends is refused"
+    if len(stages) == 1:
+        return next(iter(params.values()))
+    return MultiKVCacheParams.from_params(params)

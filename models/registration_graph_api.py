@@ -7,7 +7,7 @@ compiles, initialises and executes a decoder; our own runner uses it too.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -18,7 +18,7 @@ from max.driver import Buffer, Device
 from max.engine import InferenceSession, Model
 from max.graph import DeviceRef
 from max.graph.weights import Weights, WeightsAdapter
-from max.nn.kv_cache import KVCacheParamInterface, KVCacheParams, MultiKVCacheParams
+from max.nn.kv_cache import KVCacheParams
 from max.nn.transformer import ReturnHiddenStates, ReturnLogits
 from max.pipelines.context import TextContext
 from max.pipelines.kv_cache.config import KVCacheConfig
@@ -64,15 +64,6 @@ HIDDEN_STATES = (
     ReturnHiddenStates.ALL_NORMALIZED,
 )
 """The hidden states that a decoder can return."""
-
-
-def stages_kv_params(stages: Sequence[DecoderConfig]) -> KVCacheParamInterface:
-    """The KV cache of all stages: one stage's, or a tree with one subtree per stage."""
-    params = {stage_role(s.placement): s.kv_params for s in stages if s.kv_params is not None}
-    assert params, "a model in which no layer attends is refused"
-    if len(stages) == 1:
-        return next(iter(params.values()))
-    return MultiKVCacheParams.from_params(params)
 
 
 def check_data_parallelism(

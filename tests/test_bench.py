@@ -146,7 +146,7 @@ def test_compiling_again_is_refused_of_an_artifact() -> None:
 
 def test_figures_are_of_the_steps_in_which_all_decode() -> None:
     from builder.measure import BatchRun, Cell
-    from builder.run import StepTime
+    from builder.step_times import StepTime
 
     # A prompt beside a sequence that decodes, all decoding, and the last one alone.
     others = (StepTime(50, 0, 1, 2), StepTime(41, 1, 1, 2), StepTime(1, 1, 1, 2))
