@@ -6,6 +6,8 @@ import fcntl
 import hashlib
 import os
 import re
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -169,6 +171,26 @@ def one_process(what: str) -> Iterator[None]:
     with (Path(tempfile.gettempdir()) / f"rolecall-tests-{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def printed_by(code: str, given: str = "", **variables: str) -> list[str]:
+    """The lines that Python code prints in a process of its own, which imports what tests do.
+
+    Args:
+        code: The code.
+        given: Its standard input.
+        variables: More of its environment.
+    """
+    path = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=given,
+        env={**os.environ, "PYTHONPATH": path, **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.splitlines()
 
 
 def limited(

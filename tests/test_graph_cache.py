@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -22,6 +20,7 @@ from conftest import (
     greedy_ids,
     one_process,
     plan_for,
+    printed_by,
 )
 from max.engine import CompiledModel, InferenceSession
 from test_contract import assert_takes
@@ -73,15 +72,8 @@ def test_another_process_finds_what_this_one_made() -> None:
     planned = _planned()
     assert len(planned) > len(DEPLOYMENTS)
     # Sets of strings are in another order there.
-    done = subprocess.run(
-        [sys.executable, "-c", KEYS],
-        input="\n".join(planned),
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "7"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.splitlines() == list(planned.values())
+    printed = printed_by(KEYS, given="\n".join(planned), PYTHONHASHSEED="7")
+    assert printed == list(planned.values())
 
 
 def test_deployments_that_differ_find_different_graphs() -> None:

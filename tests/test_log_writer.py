@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
-from conftest import compiled_alone
+from conftest import compiled_alone, printed_by
 
 THREADS = """
 import json, os, threading
@@ -33,14 +32,7 @@ print(json.dumps({
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have policies of their own on Linux")
 def test_only_the_writer_of_the_log_yields() -> None:
     compiled_alone("model=tiny_llama")
-    done = subprocess.run(
-        [sys.executable, "-c", THREADS],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    told = json.loads(done.stdout.splitlines()[-1])
+    told = json.loads(printed_by(THREADS)[-1])
     yielding = {task for task, _, policy, _ in told["threads"] if policy == os.SCHED_BATCH}
     assert len(yielding) == 1
     assert told["main"] not in yielding
