@@ -21,10 +21,7 @@ from builder.resolve import Plan
 from models.config import DecoderConfig
 from models.decoder import CausalDecoder
 from models.kv_cache import stages_kv_params
-from models.registration_graph_api import (
-    GraphApiDecoderPipelineModel,
-    graph_api_pipeline_model,
-)
+from models.registration_graph_api import GraphApiDecoderPipelineModel, graph_api_pipeline_model
 from models.settings import ModelSettings
 from models.vision import VisionEncoder
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -19,6 +18,7 @@ from builder.build import Registration
 from builder.shared import Shared
 from models.graphs import Loaded, RoleModules, load_specs
 from models.kernels import kernel_library
+from models.kernels.library import max_cache_folder
 from models.registration_graph_api import GraphApiDecoderPipelineModel
 from models.weights import WeightLoader
 
@@ -66,9 +66,7 @@ def process_session(num_accelerators: int = 0) -> InferenceSession:
 
 def compile_cache_folder() -> Path:
     """Where MAX 26.7 keeps compiled graphs, one file per graph."""
-    root = os.environ.get("MODULAR_CACHE_DIR")
-    base = Path(root) if root else Path.home() / ".cache" / "modular"
-    return base / ".max_cache" / "mof" / "mef"
+    return max_cache_folder() / ".max_cache" / "mof" / "mef"
 
 
 def compile_registration(

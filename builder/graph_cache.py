@@ -119,16 +119,17 @@ def made_from(plan: Plan) -> str:
 
 def _settings() -> dict[str, Any]:
     """What MAX compiles with: its settings in the environment, and those of debugging in force."""
-    names = [name for name in os.environ if name.startswith("MODULAR_") and name not in INERT] + [
-        name for name in COMPILED_IN if name in os.environ
-    ]
-    debug = {name: getattr(InferenceSession.debug, name) for name in dir(InferenceSession.debug)}
+    debug = InferenceSession.debug
     return {
-        "environment": {name: os.environ[name] for name in names},
-        "debug": {
+        "environment": {
             name: value
-            for name, value in debug.items()
-            if not name.startswith("_") and not callable(value)
+            for name, value in os.environ.items()
+            if (name.startswith("MODULAR_") and name not in INERT) or name in COMPILED_IN
+        },
+        "debug": {
+            name: getattr(debug, name)
+            for name in dir(debug)
+            if not name.startswith("_") and not callable(getattr(debug, name))
         },
     }
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from max.driver import Device
 
 _TASKS = Path("/proc/self/task")
 _LEAST_URGENT = 19
@@ -19,13 +21,17 @@ _started = False
 
 
 @contextmanager
-def yielding_log_writer() -> Iterator[None]:
+def yielding_log_writer(devices: Sequence[Device]) -> Iterator[None]:
     """Makes the log's writer yield to all other threads, where it is started meanwhile.
 
     On Linux; other systems have no policy of a thread's own.
+
+    Args:
+        devices: What a graph is executed on. Beside an accelerator nothing changes: its driver
+            starts threads too, which must not wait.
     """
     global _started
-    if _started or not _TASKS.is_dir():
+    if _started or not _TASKS.is_dir() or not all(device.is_host for device in devices):
         yield
         return
     _started = True

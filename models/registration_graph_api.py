@@ -8,7 +8,6 @@ compiles, initialises and executes a decoder; our own runner uses it too.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -311,9 +310,7 @@ class GraphApiDecoderPipelineModel(
         Args:
             model_inputs: What the batch processor prepared.
         """
-        # An accelerator's drivers start threads too, which must not wait.
-        on_host = all(device.is_host for device in self.devices)
-        with yielding_log_writer() if on_host else nullcontext():
+        with yielding_log_writer(self.devices):
             return self._executed(model_inputs)
 
     def _executed(self, model_inputs: ModelInputs) -> ModelOutputs:

@@ -24,10 +24,14 @@ def kernels_version() -> str:
     return digest.hexdigest()[:16]
 
 
+def max_cache_folder() -> Path:
+    """Where MAX keeps what it compiles."""
+    return Path(os.environ.get("MODULAR_CACHE_DIR") or Path.home() / ".cache" / "modular")
+
+
 def cache_folder() -> Path:
-    """Where what was compiled is kept, beside MAX's compile cache."""
-    root = os.environ.get("MODULAR_CACHE_DIR") or Path.home() / ".cache" / "modular"
-    return Path(root) / "rolecall"
+    """Where what we compile is kept, beside it."""
+    return max_cache_folder() / "rolecall"
 
 
 @cache
