@@ -17,7 +17,8 @@ from models.checkpoints.gguf import GGUFCheckpoint
 
 ROLECALL = {
     "float32": (None, ("model.encoding=float32",)),
-    "BF16": ("BF16", ("model.encoding=stored",)),
+    "F32": ("F32", ("model.encoding=float32",)),
+    "BF16": ("BF16", ("model.encoding=float32",)),
     "Q4_1": ("Q4_1", ("model.encoding=stored",)),
     "Q4_0": ("Q4_0", ("model.encoding=stored",)),
 }

@@ -77,9 +77,10 @@ class Workload:
         """The deployment, resolved; the model is fetched where it is not here."""
         return self._resolved()
 
-    def _resolved(self, *more: str) -> Plan:
+    def _resolved(self, *more: str, keeps: bool = True) -> Plan:
         config = compose((*self.overrides, *more))
-        return resolve(config.model, config.deployment, open_checkpoint(fetch(config.model)))
+        checkpoint = open_checkpoint(fetch(config.model))
+        return resolve(config.model, config.deployment, checkpoint, keeps=keeps)
 
     @property
     def threads(self) -> int:
@@ -94,8 +95,8 @@ class Workload:
         Args:
             batch: Sequences at once.
         """
-        # Peers compute in float32, whatever we do.
-        plan = self._resolved("model.encoding=float32")
+        # Peers hold float32, whatever we do.
+        plan = self._resolved("model.encoding=float32", keeps=False)
         needed = plan.weights.total + (batch + 1) * self.max_length * plan.kv_bytes_per_token
         return min(0.9, 1.2 * needed / memory_bytes())
 

@@ -50,6 +50,7 @@ from models.finalize import ServingLimits, decoder_config, vision_config
 from models.lora import Adapter
 from models.placement import Placement, even_counts, split_layers
 from models.settings import ModelSettings
+from models.storage import storages
 from models.vision import VISION_PARTS, VisionEncoder
 from models.weights import declared_weights, expected_shapes
 
@@ -163,6 +164,8 @@ def resolve(
     deployment: DeploymentConfig,
     checkpoint: Checkpoint,
     needed_logits: Logits = Logits.last_token,
+    *,
+    keeps: bool = True,
 ) -> Plan:
     """Resolves a deployment of a checkpoint.
 
@@ -171,6 +174,8 @@ def resolve(
         deployment: The deployment's configuration.
         checkpoint: The opened checkpoint.
         needed_logits: What the graph returns where the deployment does not say.
+        keeps: Whether weights may be kept as the checkpoint stores them; otherwise all are
+            converted to what is computed in.
 
     Raises:
         ConfigError: If any setting can't be satisfied; the message shows the arithmetic.
@@ -182,7 +187,7 @@ def resolve(
     def of(size: int, tokens: int) -> Plan:
         batch = BatchConfig(max_batch_size=size, max_batch_input_tokens=tokens)
         limited = replace(deployment, batch=batch)
-        return _resolved(model, limited, checkpoint, needed_logits, choices)
+        return _resolved(model, limited, checkpoint, needed_logits, choices, keeps)
 
     size, tokens = deployment.batch.max_batch_size, deployment.batch.max_batch_input_tokens
     if tokens is None:
@@ -201,6 +206,7 @@ def _resolved(
     checkpoint: Checkpoint,
     needed_logits: Logits,
     choices: Sequence[Choice],
+    keeps: bool,
 ) -> Plan:
     """Resolves a deployment that leaves no limit open."""
     settings = checkpoint.settings
@@ -227,9 +233,10 @@ def _resolved(
     )
     num_pages = _num_pages(deployment, limits)
     limits = replace(limits, num_pages=num_pages)
-    stored = {}
-    if model.encoding is Encoding.stored:
-        stored = {name: info.encoding for name, info in checkpoint.tensors.items()}
+    rounds = model.encoding is Encoding.stored
+    kept = {}
+    if keeps and accelerator is None and model.encoding is not Encoding.bfloat16:
+        kept = _kept(checkpoint, rounds)
     stages, weights, constants = [], [], []
     for placement in _placements(deployment, settings):
         config = decoder_config(
@@ -241,7 +248,8 @@ def _resolved(
             constants=tuple(deployment.constants),
             lora=lora_limits(deployment),
             vision=deployment.vision,
-            stored=stored,
+            stored=kept,
+            rounds_activations=rounds,
         )
         decoder = CausalDecoder(config)
         stages.append(Stage(config=config, contract=decoder.contract))
@@ -292,6 +300,13 @@ def _resolved(
         choices=tuple(choices),
         obstacles=checks.obstacles(model, deployment, checkpoint, [(items, devices)]),
     )
+
+
+def _kept(checkpoint: Checkpoint, rounds: bool) -> dict[str, str]:
+    """The encodings that are kept, by the tensors that have one."""
+    keepable = storages(rounds=rounds)
+    encodings = {name: info.encoding for name, info in checkpoint.tensors.items()}
+    return {name: encoding for name, encoding in encodings.items() if encoding in keepable}
 
 
 def _placements(deployment: DeploymentConfig, settings: ModelSettings) -> list[Placement]:

@@ -30,14 +30,15 @@ class Encoding(Enum):
     """How weights are held and computed."""
 
     float32 = "float32"
-    """The CPU's type; other encodings in the checkpoint are converted on load."""
+    """The CPU's type. There 16 bit matrices and quantized blocks that float32 is exact of are kept
+    as the checkpoint stores them; everything else is converted on load."""
 
     bfloat16 = "bfloat16"
     """The accelerators' type."""
 
     stored = "stored"
-    """As the checkpoint stores them, on the CPU: 16 bit and quantized matrices stay so, and are
-    computed with in float32. Activations are rounded to 8 bits where a matrix is quantized."""
+    """On the CPU, the same with activations rounded to 8 bits where a matrix is quantized: faster,
+    and further from float32. More quantized formats are kept."""
 
 
 class Logits(Enum):
@@ -352,7 +353,7 @@ class VerifyTask:
     tolerance: float | None = None
     """The largest difference of logits that passes: in float32 absolute, by default 1e-4; in
     bfloat16 relative to the row's largest logit, by default 0.03, and greedy tokens are told but
-    may differ; the same where quantized weights are kept, by default 0.12 to 0.15."""
+    may differ; the same in stored where quantized weights are kept, by default 0.12 to 0.15."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,19 +75,27 @@ class Job:
             yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
-    def plan(self, needed_logits: Logits = Logits.last_token, *, only_plan: bool = False) -> Plan:
+    def plan(
+        self,
+        needed_logits: Logits = Logits.last_token,
+        *,
+        only_plan: bool = False,
+        keeps: bool = True,
+    ) -> Plan:
         """Steps 1 and 2: fetches what is missing, resolves, and writes plan and contract.
 
         Args:
             needed_logits: What the graph returns where the deployment does not say.
             only_plan: Whether a deployment may be planned that this machine cannot run.
+            keeps: Whether weights may be kept as the checkpoint stores them.
 
         Raises:
             ConfigError: If it can't be planned, or has to run and can't.
         """
         with self.step("resolve"):
             checkpoint = self.shared.checkpoint(fetch(self.config.model))
-            plan = resolve(self.config.model, self.config.deployment, checkpoint, needed_logits)
+            config = self.config
+            plan = resolve(config.model, config.deployment, checkpoint, needed_logits, keeps=keeps)
             if not only_plan:
                 check_no_obstacle(plan.obstacles)
             check_artifact(plan)

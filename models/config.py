@@ -33,6 +33,11 @@ class Placed(Protocol):
         """The encoding of each matrix that is kept as the checkpoint stores it."""
         ...
 
+    @property
+    def rounds_activations(self) -> bool:
+        """Whether products with kept blocks of integers round activations to 8 bits."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig:
@@ -55,6 +60,9 @@ class VisionConfig:
 
     stored: Mapping[str, str] = field(default_factory=dict)
     """The encoding of each matrix that is kept as the checkpoint stores it."""
+
+    rounds_activations: bool = False
+    """Whether products with kept blocks of integers round activations to 8 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +149,9 @@ class DecoderConfig:
     stored: Mapping[str, str] = field(default_factory=dict)
     """The encoding of each matrix that is kept as the checkpoint stores it, by canonical name;
     others are held in the dtype."""
+
+    rounds_activations: bool = False
+    """Whether products with kept blocks of integers round activations to 8 bits."""
 
     lora: LoraLimits | None = None
     """The adapters that are served; ``None`` for none."""

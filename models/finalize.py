@@ -91,6 +91,7 @@ def decoder_config(
     lora: LoraLimits | None = None,
     vision: bool = False,
     stored: Mapping[str, str] | None = None,
+    rounds_activations: bool = False,
 ) -> DecoderConfig:
     """The finalized configuration of one stage, completed with what it declares.
 
@@ -104,6 +105,7 @@ def decoder_config(
         lora: The adapters that are served; ``None`` for none.
         vision: Whether images are served.
         stored: The encoding of each matrix that is kept as the checkpoint stores it.
+        rounds_activations: Whether products with kept blocks of integers round activations.
     """
     config = DecoderConfig(
         settings=settings,
@@ -124,6 +126,7 @@ def decoder_config(
         ),
         lora=lora,
         stored={} if stored is None else stored,
+        rounds_activations=rounds_activations,
     )
     return replace(
         config,
@@ -167,4 +170,5 @@ def vision_config(first: DecoderConfig) -> VisionConfig | None:
         dtype=first.dtype,
         signal_bytes=signal_bytes(placement),
         stored=first.stored,
+        rounds_activations=first.rounds_activations,
     )

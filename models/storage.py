@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,11 @@ class Storage(ABC):
     def gathers(self) -> bool:
         """Whether single rows of it can be read in a graph, as a token embedding's are."""
         return True
+
+    @property
+    def exact(self) -> Storage | None:
+        """The same for products that round nothing; ``None`` where there are none."""
+        return self
 
     @abstractmethod
     def type(self, rows: int, columns: int, device: DeviceRef) -> TensorType:
@@ -97,7 +102,7 @@ class Halves(Storage):
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks(Storage):
-    """Blocks of 32 small integers, laid out for our own kernel (``kernels/quantized.mojo``).
+    """Blocks of 32 small integers, laid out for our own kernels (``kernels/blocks.mojo``).
 
     A value is ``scale * (integer - offset)``, or ``scale * integer + minimum``; the layout keeps
     every bit of it.
@@ -115,12 +120,25 @@ class Blocks(Storage):
     signed: bool = False
     """Whether integers are stored with a sign, and 128 is added in the layout."""
 
+    rounds: bool = True
+    """Whether a product rounds activations to 8 bits, or widens the integers to float32."""
+
     block: int = 32
 
     @property
-    def parameters(self) -> dict[str, int | bool]:
-        """What the kernel is compiled for."""
+    def exact(self) -> Blocks:
+        """The same layout."""
+        return replace(self, rounds=False)
+
+    @property
+    def layout(self) -> dict[str, int | bool]:
+        """What kernels that read it are compiled for."""
         return {"bits": self.bits, "offset": self.offset, "has_minimum": self.has_minimum}
+
+    @property
+    def parameters(self) -> dict[str, int | bool]:
+        """What products with it are compiled for."""
+        return {**self.layout, "rounds": self.rounds}
 
     def type(self, rows: int, columns: int, device: DeviceRef) -> TensorType:
         """uint8 ``[panels, bytes of a panel]``."""
@@ -166,7 +184,8 @@ class Blocks(Storage):
 class SuperBlocks(Storage):
     """Blocks of 256 values, which MAX's kernels multiply with as they are.
 
-    Those of MAX 26.7 end the process where rows are no multiple of 32.
+    They round activations to 8 bits. Those of MAX 26.7 end the process where rows are no multiple
+    of 32.
     """
 
     quantization: QuantizationEncoding
@@ -179,6 +198,11 @@ class SuperBlocks(Storage):
     def gathers(self) -> bool:
         """No: MAX has products with them only."""
         return False
+
+    @property
+    def exact(self) -> None:
+        """None: MAX has no others."""
+        return None
 
     def type(self, rows: int, columns: int, device: DeviceRef) -> TensorType:
         """uint8 ``[rows, bytes of a row]``."""
@@ -203,16 +227,31 @@ STORAGES: Mapping[str, Storage] = {
 }
 """What is kept, by the checkpoint's name; other encodings are converted on load."""
 
+EXACT_STORAGES: Mapping[str, Storage] = {
+    name: exact for name, storage in STORAGES.items() if (exact := storage.exact) is not None
+}
+"""The same where products round nothing."""
 
-def storage_of(encoding: str | None, rows: int, *ends: int) -> Storage | None:
+
+def storages(*, rounds: bool) -> Mapping[str, Storage]:
+    """What is kept, by the checkpoint's name.
+
+    Args:
+        rounds: Whether products may round activations to 8 bits.
+    """
+    return STORAGES if rounds else EXACT_STORAGES
+
+
+def storage_of(encoding: str | None, rows: int, *ends: int, rounds: bool) -> Storage | None:
     """How rows of a tensor are kept; ``None`` where they are converted.
 
     Args:
         encoding: The tensor's, where it is to be kept.
         rows: How many rows.
         ends: Columns that a part of it begins or ends at, each of which has to be between blocks.
+        rounds: Whether products may round activations to 8 bits.
     """
-    storage = None if encoding is None else STORAGES.get(encoding)
+    storage = None if encoding is None else storages(rounds=rounds).get(encoding)
     if storage is None or rows % storage.row_multiple:
         return None
     if any(end % storage.block for end in ends):

@@ -61,11 +61,11 @@ LFM2_STAGES = ("model=tiny_lfm2", "deployment=pp2", "deployment.parallel.stage_l
 """Two stages, in the first of which no layer attends."""
 
 
-def plan_for(*overrides: str, checkpoint: Checkpoint | None = None) -> Plan:
+def plan_for(*overrides: str, checkpoint: Checkpoint | None = None, keeps: bool = True) -> Plan:
     """Steps 1 and 2, of the model's checkpoint or one that is open."""
     config = compose(overrides)
     opened = checkpoint or open_checkpoint(fetch(config.model))
-    return resolve(config.model, config.deployment, opened)
+    return resolve(config.model, config.deployment, opened, keeps=keeps)
 
 
 def assert_refused(overrides: Sequence[str], wanted: str) -> None:
@@ -155,13 +155,13 @@ def load_together(group: tuple[tuple[str, ...], ...]) -> dict[tuple[str, ...], C
 
 
 @cache
-def compiled_alone(*overrides: str) -> Compiled:
+def compiled_alone(*overrides: str, keeps: bool = True) -> Compiled:
     """A deployment as the command compiles it, which then finds it compiled."""
     from builder.build import build
     from builder.compile import compile_registration, process_session
 
-    with one_process(repr(overrides)):
-        return compile_registration(build(plan_for(*overrides)), process_session())
+    with one_process(repr((overrides, keeps))):
+        return compile_registration(build(plan_for(*overrides, keeps=keeps)), process_session())
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from builder.interrupt import InterruptedJob, Interrupts
 from builder.job import JobFolder, read_json
 from builder.machine import read_bandwidth
 from builder.page.page import as_html
+from builder.resolve import Plan
 from builder.shared import Shared
 from builder.steps import Job
 from builder.summary import JobRow
@@ -213,6 +214,11 @@ def sizes(model: str) -> dict[str, int]:
         return {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - it is no mapping
 
 
+def float32(*overrides: str) -> Plan:
+    """A plan that keeps nothing: each value takes four bytes."""
+    return plan_for(*overrides, keeps=False)
+
+
 def total(found: dict[str, int], wanted: Callable[[str], bool]) -> int:
     return sum(size for name, size in found.items() if wanted(name))
 
@@ -220,36 +226,39 @@ def total(found: dict[str, int], wanted: Callable[[str], bool]) -> int:
 def test_a_step_of_llama_reads_its_products_and_a_row_of_each_table() -> None:
     # 4 layers of hidden 64, inner 96, 4 heads and 2 KV heads of 64; a vocabulary of 256.
     attention = 64 * (4 + 2 + 2 + 4) * 64
-    layer = attention + 3 * 64 * 96 + 2 * 64
-    values = 4 * layer + 64 + 256 * 64
+    matrices = 4 * (attention + 3 * 64 * 96) + 256 * 64
+    norms = 4 * 2 * 64 + 64
     # A row of the embedding and one of cosines and sines, each of 64.
     for batch_size in (1, 8):
+        found = step_weight_bytes(float32(MODEL), batch_size)
+        assert found == 4 * (matrices + norms + batch_size * (64 + 64))
+        # The file's bfloat16 matrices, kept.
         found = step_weight_bytes(plan_for(MODEL), batch_size)
-        assert found == 4 * (values + batch_size * (64 + 64))
+        assert found == 2 * (matrices + batch_size * 64) + 4 * (norms + batch_size * 64)
 
 
 def test_a_tied_table_is_read_whole_once() -> None:
     found = sizes("tiny_qwen2")
     assert "lm_head.weight" not in found
     row = plan_for("model=tiny_qwen2").settings.rotary_dim
-    assert step_weight_bytes(plan_for("model=tiny_qwen2"), 3) == 4 * (sum(found.values()) + 3 * row)
+    assert step_weight_bytes(float32("model=tiny_qwen2"), 3) == 4 * (sum(found.values()) + 3 * row)
     # The first stage looks up rows of the table, and each has rotations of its own.
     hidden = plan_for("model=tiny_qwen2").settings.hidden_size
     for overrides in (SHARED_TABLE, SHARED_TABLE[:2]):
         wanted = sum(found.values()) + 3 * (hidden + 2 * row)
-        assert step_weight_bytes(plan_for(*overrides), 3) == 4 * wanted
+        assert step_weight_bytes(float32(*overrides), 3) == 4 * wanted
 
 
 def test_learned_positions_are_looked_up() -> None:
     found = sizes("tiny_gpt2")
     hidden = plan_for("model=tiny_gpt2").settings.hidden_size
     whole = total(found, lambda name: "wpe" not in name and not name.endswith(".attn.bias"))
-    assert step_weight_bytes(plan_for("model=tiny_gpt2"), 2) == 4 * (whole + 2 * hidden)
+    assert step_weight_bytes(float32("model=tiny_gpt2"), 2) == 4 * (whole + 2 * hidden)
 
 
 @pytest.mark.parametrize("deployment", ["cpu", "ep2"])
 def test_experts_are_read_as_many_as_can_be_chosen(deployment: str) -> None:
-    plan = plan_for("model=tiny_olmoe", f"deployment={deployment}")
+    plan = float32("model=tiny_olmoe", f"deployment={deployment}")
     found, experts = sizes("tiny_olmoe"), plan.settings.experts
     routed = total(found, lambda name: ".experts." in name)
     rest = total(found, lambda name: ".experts." not in name and "embed_tokens" not in name)
@@ -265,11 +274,11 @@ def test_experts_are_read_as_many_as_can_be_chosen(deployment: str) -> None:
 
 
 def test_each_replica_that_has_a_sequence_reads_its_own() -> None:
-    one = step_weight_bytes(plan_for(MODEL), 1)
-    replicas = plan_for(MODEL, "deployment=dp2")
+    one = step_weight_bytes(float32(MODEL), 1)
+    replicas = float32(MODEL, "deployment=dp2")
     assert [step_weight_bytes(replicas, size) for size in (1, 2)] == [one, 2 * one]
     # Norms are on both devices; so are rotations. The vocabulary is divided.
-    tensor = step_weight_bytes(plan_for(MODEL, "deployment=tp2"), 1)
+    tensor = step_weight_bytes(float32(MODEL, "deployment=tp2"), 1)
     assert tensor == one + 4 * (9 * 64 + 2 * 64)
 
 

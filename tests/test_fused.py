@@ -25,23 +25,29 @@ from models.kernels import (
     rms_norm,
     rotate_and_store,
 )
-from models.storage import STORAGES, Blocks, Storage
+from models.storage import EXACT_STORAGES, STORAGES, Blocks, Storage
 
 CPU = DeviceRef.CPU()
 HIDDEN, INNER = 96, 160
 EPS, OFFSET = 1e-5, 1.0
 
 # Alike, and mixed as in files whose encodings differ by tensor.
-KEPT = [(None, None), ("BF16", "F16"), ("Q4_1", "Q4_1"), ("Q8_0", None), (None, "Q4_0")]
+KEPT = [
+    (None, None),
+    (STORAGES["BF16"], STORAGES["F16"]),
+    (STORAGES["Q4_1"], STORAGES["Q4_1"]),
+    (STORAGES["Q8_0"], None),
+    (None, STORAGES["Q4_0"]),
+    (EXACT_STORAGES["Q4_1"], EXACT_STORAGES["Q8_0"]),
+]
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 32, 16
 WINDOW = 50
 
 
-def _matrix(encoding: str | None, rows: int, columns: int) -> tuple[Buffer, TensorType]:
+def _matrix(storage: Storage | None, rows: int, columns: int) -> tuple[Buffer, TensorType]:
     generator = np.random.default_rng(rows)
     values = 0.1 * generator.standard_normal((rows, columns), np.float32)
-    storage = None if encoding is None else STORAGES[encoding]
     if storage is None:
         return Buffer.from_numpy(values), TensorType(DType.float32, values.shape, CPU)
     kind = gguf.GGMLQuantizationType[storage.encoding]
@@ -58,11 +64,11 @@ def _matrices(
     """Each pair of matrices: its values, their types, and what a ``Matrix`` says of them."""
     buffers, types, facts = [], [], []
     for pair in KEPT:
-        for encoding, shape in zip(pair, shapes, strict=True):
-            buffer, type_ = _matrix(encoding, *shape)
+        for storage, shape in zip(pair, shapes, strict=True):
+            buffer, type_ = _matrix(storage, *shape)
             buffers.append(buffer)
             types.append(type_)
-            facts.append((*shape, None if encoding is None else STORAGES[encoding]))
+            facts.append((*shape, storage))
     return buffers, types, facts
 
 

@@ -15,7 +15,7 @@ from max.graph import DeviceRef, Graph, TensorType
 from builder.compile import process_session
 from models.arena import Arena
 from models.kernels import Matrix, kernel_library, matmul
-from models.storage import STORAGES, Blocks
+from models.storage import EXACT_STORAGES, STORAGES, Blocks
 
 CPU = DeviceRef.CPU()
 OURS = [name for name, storage in STORAGES.items() if isinstance(storage, Blocks)]
@@ -45,7 +45,7 @@ def _values(encoding: str, rows: int, columns: int) -> np.ndarray:
 
 @cache
 def _products() -> tuple[Model, list[Buffer]]:
-    """A product with every matrix, and rows of those that are gathered from."""
+    """Both products with every matrix, and rows that are gathered from it."""
     packed, types = [], []
     for encoding, rows, columns in CASES:
         storage = STORAGES[encoding]
@@ -57,13 +57,16 @@ def _products() -> tuple[Model, list[Buffer]]:
     with Graph("quantized", input_types=types, custom_extensions=[kernel_library()]) as graph:
         *inputs, at = (value.tensor for value in graph.inputs)
         x = dict(zip(WIDTHS, inputs[len(CASES) :], strict=True))
-        matrices = [
-            Matrix(values, rows, columns, STORAGES[encoding])
-            for values, (encoding, rows, columns) in zip(inputs[: len(CASES)], CASES, strict=True)
-        ]
+        rounding, exact = (
+            [
+                Matrix(values, rows, columns, kept[encoding])
+                for values, (encoding, rows, columns) in zip(inputs, CASES, strict=False)
+            ]
+            for kept in (STORAGES, EXACT_STORAGES)
+        )
         graph.output(
-            *(matrix.product(x[matrix.columns]) for matrix in matrices),
-            *(matrix.gather(at) for matrix in matrices if isinstance(matrix.storage, Blocks)),
+            *(matrix.product(x[matrix.columns]) for matrix in (*rounding, *exact)),
+            *(matrix.gather(at) for matrix in exact),
         )
     return process_session().load(graph), packed
 
@@ -83,6 +86,21 @@ def _random(tokens: int) -> tuple[dict[int, np.ndarray], list[np.ndarray]]:
         sizes = np.repeat(10.0 ** generator.integers(-3, 3, (tokens, columns // 32)), 32, axis=1)
         x[columns] = (sizes * generator.standard_normal((tokens, columns))).astype(np.float32)
     return x, _run(x)
+
+
+# A tile's rows, one by one, and panels, on which the last outputs are none's.
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 7, 8, 13, 33])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_product_that_does_not_round_activations_is_numpys(
+    case: tuple[str, int, int], tokens: int
+) -> None:
+    every, outputs = _random(tokens)
+    x, values = every[case[2]].astype(np.float64), _values(*case)
+    found = outputs[len(CASES) + CASES.index(case)]
+    assert found.shape == (tokens, case[1])
+    error = np.abs(found - x @ values.T)
+    # Float32 sums: each term and each addition is off by one in 2**24.
+    assert (error <= 1e-6 * (np.abs(x) @ np.abs(values).T)).all()
 
 
 # Tiles of 8 and 4 rows, and single ones.
@@ -129,9 +147,9 @@ def test_a_product_with_activations_of_8_bits_is_exact(case: tuple[str, int, int
 def test_rows_that_are_gathered_are_what_the_weights_stand_for(
     case: tuple[str, int, int],
 ) -> None:
-    gathered = dict(zip(CASES, _whole()[1][len(CASES) :], strict=True))
-    # Not bit by bit: a product and a sum are rounded once, in gguf twice.
-    np.testing.assert_allclose(gathered[case], _values(*case)[GATHERED], rtol=1e-6, atol=1e-6)
+    gathered = dict(zip(CASES, _whole()[1][2 * len(CASES) :], strict=True))
+    # Bit by bit: a scale of float16 times an integer is exact.
+    np.testing.assert_array_equal(gathered[case], _values(*case)[GATHERED])
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
@@ -141,6 +159,9 @@ def test_activations_that_are_not_finite_are_not_hidden(wrong: float) -> None:
         values[1, 40] = wrong
     for case, found in zip(CASES, _run(x), strict=False):
         assert np.isnan(found[1]).all(), case
+        assert np.isfinite(found[[0, 2]]).all(), case
+    for case, found in zip(CASES, _run(x)[len(CASES) :], strict=False):
+        assert not np.isfinite(found[1]).any(), case
         assert np.isfinite(found[[0, 2]]).all(), case
 
 

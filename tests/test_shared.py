@@ -42,8 +42,8 @@ def test_two_deployments_of_a_checkpoint_read_each_tensor_once(reads: Counter[st
     checkpoint = shared.checkpoint(TINY)
     for name in ("cpu", "tp2", "cpu"):
         overrides = ("model=tiny_llama", f"deployment={name}")
-        plan = plan_for(*overrides, checkpoint=checkpoint)
-        with one_process(repr(overrides)):
+        plan = plan_for(*overrides, checkpoint=checkpoint, keeps=False)
+        with one_process(repr((overrides, False))):
             compiled = compile_registration(build(plan), process_session(), shared)
     assert compiled.reused
     assert set(reads) == set(checkpoint.tensors)
@@ -99,4 +99,8 @@ def test_second_of_two_jobs_that_differ_in_the_task_compiles_nothing(tmp_path: P
         *("model=tiny_llama", "deployment=cpu", "task.max_new_tokens=2", "task.prompts=[[5,6,7]]"),
     )
     status = json.loads((tmp_path / "sweep" / "1" / "status.json").read_text())
-    assert status["compiled"] == [{"deployment": "cpu", "cache_hit": True, "reused": True}] * 2
+    # The plain one's weights are converted, and so its graph is another.
+    deployed, plain = status["compiled"]
+    assert deployed == {"deployment": "cpu", "cache_hit": True, "reused": True}
+    assert plain["deployment"] == "cpu"
+    assert not plain["reused"]

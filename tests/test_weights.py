@@ -16,7 +16,7 @@ from models.weights import DeclaredWeight, FromCheckpoint, Piece, WeightLoader
 
 
 class Held:
-    """Gives tensors of one row once it is let, and counts what is asked for."""
+    """Gives tensors of one row once it is let, says at once which is absent, and counts."""
 
     keeps = False
 
@@ -26,9 +26,9 @@ class Held:
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         self.asked.append(name)
-        assert self.let.wait(60)
         if name == "absent":
             raise KeyError(name)
+        assert self.let.wait(60)
         return np.arange(12, dtype=np.float32).reshape(4, 3)[rows]
 
     def read_stored(self, name: str, rows: slice = slice(None)) -> np.ndarray:
@@ -77,9 +77,9 @@ def test_what_reading_raises_is_raised_where_the_value_is_taken(held: Held) -> N
 def test_waiting_for_all_raises_what_reading_raised_and_reads_nothing_more(held: Held) -> None:
     loader = WeightLoader(held)
     loader.begin([_weight("absent"), *(_weight(str(number)) for number in range(1000))])
-    held.let.set()
     with pytest.raises(KeyError, match="absent"):
         loader.wait()
+    held.let.set()
     assert len(held.asked) < 900
 
 

@@ -35,7 +35,8 @@ def run(job: Job) -> None:
     """
     task = job.config.task
     assert isinstance(task, ServeTask)
-    plan = job.plan()
+    # MAX's server reads float32 weights.
+    plan = job.plan(keeps=False)
     check_servable(plan)
     _check_port(task)
     with job.step("prepare", f"preparing {plan.model.name} for MAX's server"):

@@ -71,9 +71,9 @@ def run(job: Job) -> None:
     if not 0 < tolerance < math.inf:
         raise ConfigError(f"task.tolerance: {tolerance} is not a number above 0")
     step_tokens = _step_tokens(task, plan)
-    # On the CPU, in float32.
+    # On the CPU, in float32, and with float32 weights.
     model = replace(job.config.model, encoding=None)
-    plain = resolve(model, _plain(plan.deployment), plan.checkpoint)
+    plain = resolve(model, _plain(plan.deployment), plan.checkpoint, keeps=False)
     both = [(plain.weights, plain.devices)]
     if plan.capacity is None:
         both.insert(0, (plan.weights, plan.devices))
@@ -237,4 +237,6 @@ def _usual_tolerance(plan: Plan) -> float | None:
     """What a row may differ by, of its largest; ``None`` where nothing is rounded on the way."""
     if plan.encoding is Encoding.bfloat16:
         return BFLOAT16
+    if not plan.stages[0].config.rounds_activations:
+        return None
     return max((ROUNDED[name] for name in plan.weights.kept if name in ROUNDED), default=None)

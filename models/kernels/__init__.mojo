@@ -1,5 +1,6 @@
 from .attention import *
 from .attention_layer import *
+from .blocks import *
 from .delta import *
 from .exchange import *
 from .experts import *
@@ -8,6 +9,6 @@ from .latent import *
 from .lora import *
 from .matmul import *
 from .norm import *
-from .quantized import *
+from .product import *
 from .rotate import *
 from .vision import *

@@ -34,9 +34,11 @@ struct AttentionLayer:
         qkv_bits: Int,
         qkv_offset: Int,
         qkv_has_minimum: Bool,
+        qkv_rounds: Bool,
         o_bits: Int,
         o_offset: Int,
         o_has_minimum: Bool,
+        o_rounds: Bool,
         target: StaticString,
     ](
         y: OutputTensor[dtype=F32, rank=2, ...],
@@ -121,10 +123,10 @@ struct AttentionLayer:
         var shared = counts.unsafe_ptr()
 
         def work(thread: Int) {imm}:
-            norm_phase[qkv_dtype](
+            norm_phase[qkv_rounds](
                 shared, 0, threads, xp, wp, np, npr, rows, hidden, epsilon, offset
             )
-            product_phase[qkv_bits, qkv_offset, qkv_has_minimum](
+            product_phase[qkv_bits, qkv_offset, qkv_has_minimum, qkv_rounds](
                 shared,
                 1,
                 threads,
@@ -191,12 +193,12 @@ struct AttentionLayer:
                         heads,
                         kv.dim,
                     )
-                    prepare_row[o_dtype](ap, width, apr, row)
+                    prepare_row[o_rounds](ap, width, apr, row)
                 finish(shared, 4, span)
                 span = take(shared, 4, rows, threads)
             wait(shared, 4, rows)
 
-            product_phase[o_bits, o_offset, o_has_minimum, adds=True](
+            product_phase[o_bits, o_offset, o_has_minimum, o_rounds, adds=True](
                 shared,
                 5,
                 threads,

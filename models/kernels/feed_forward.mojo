@@ -7,8 +7,9 @@ from max.gpu.host import DeviceContext
 from std.math import exp
 from std.sys import num_physical_cores
 
-from .phases import counters, finish, take, wait
+from .phases import counters, finish, product_spans, take, wait
 from .product import GROUP, norm_phase, prepare_row, product, product_phase
+from .quantized import BLOCK_ROWS
 from .tile import F32, PARALLEL_FROM, WIDTH
 
 
@@ -28,9 +29,11 @@ struct FeedForward:
         gate_up_bits: Int,
         gate_up_offset: Int,
         gate_up_has_minimum: Bool,
+        gate_up_rounds: Bool,
         down_bits: Int,
         down_offset: Int,
         down_has_minimum: Bool,
+        down_rounds: Bool,
         target: StaticString,
     ](
         y: OutputTensor[dtype=F32, rank=2, ...],
@@ -67,59 +70,67 @@ struct FeedForward:
         var second_weights = down.unsafe_ptr()
         var second_stride = down.dim_size(1)
         var inner_groups = inner // GROUP
+        var spans = product_spans(rows, threads)
         var counts = counters(4)
         var shared = counts.unsafe_ptr()
 
         def work(thread: Int) {imm}:
-            norm_phase[gate_up_dtype](
+            norm_phase[gate_up_rounds](
                 shared, 0, threads, xp, wp, np, npr, rows, hidden, epsilon, offset
             )
 
-            var span = take(shared, 1, inner_groups, threads)
+            var span = take(shared, 1, inner_groups, spans)
             while span.count() > 0:
                 var begin = span.begin * GROUP
                 var columns = span.count() * GROUP
-                product[gate_up_bits, gate_up_offset, gate_up_has_minimum](
-                    np,
-                    npr,
-                    first_weights,
-                    first_stride,
-                    gp.unsafe_offset(begin),
-                    inner,
-                    hidden,
-                    rows,
-                    begin,
-                    columns,
-                )
-                product[gate_up_bits, gate_up_offset, gate_up_has_minimum](
-                    np,
-                    npr,
-                    first_weights,
-                    first_stride,
-                    up_values.unsafe_offset(begin),
-                    inner,
-                    hidden,
-                    rows,
-                    inner + begin,
-                    columns,
-                )
-                for row in range(rows):
-                    var at = row * inner + begin
-                    _gate(gp.unsafe_offset(at), up_values.unsafe_offset(at), columns)
+                # Widened weights are for all rows; otherwise what is gated is still in the cache.
+                var step = BLOCK_ROWS if gate_up_rounds else rows
+                for first in range(0, rows, step):
+                    var count = min(step, rows - first)
+                    var x_at = np.unsafe_offset(first * hidden)
+                    var rounded = npr.unsafe_offset(first * normed_rounded.dim_size(1))
+                    var at = first * inner + begin
+                    product[gate_up_bits, gate_up_offset, gate_up_has_minimum, gate_up_rounds](
+                        x_at,
+                        rounded,
+                        first_weights,
+                        first_stride,
+                        gp.unsafe_offset(at),
+                        inner,
+                        hidden,
+                        count,
+                        begin,
+                        columns,
+                    )
+                    product[gate_up_bits, gate_up_offset, gate_up_has_minimum, gate_up_rounds](
+                        x_at,
+                        rounded,
+                        first_weights,
+                        first_stride,
+                        up_values.unsafe_offset(at),
+                        inner,
+                        hidden,
+                        count,
+                        inner + begin,
+                        columns,
+                    )
+                    for row in range(count):
+                        var here = at + row * inner
+                        _gate(gp.unsafe_offset(here), up_values.unsafe_offset(here), columns)
                 finish(shared, 1, span)
-                span = take(shared, 1, inner_groups, threads)
+                span = take(shared, 1, inner_groups, spans)
             wait(shared, 1, inner_groups)
 
-            comptime if down_dtype == DType.uint8:
+            comptime if down_rounds:
                 span = take(shared, 2, rows, threads)
                 while span.count() > 0:
                     for row in range(span.begin, span.end):
-                        prepare_row[down_dtype](gp, inner, gpr, row)
+                        prepare_row[down_rounds](gp, inner, gpr, row)
                     finish(shared, 2, span)
                     span = take(shared, 2, rows, threads)
                 wait(shared, 2, rows)
 
-            product_phase[down_bits, down_offset, down_has_minimum, adds=True](
+            product_phase[down_bits, down_offset, down_has_minimum, down_rounds, adds=True](
                 shared,
                 3,
                 threads,

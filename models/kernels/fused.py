@@ -136,13 +136,20 @@ def attention_layer(
 
 def _rounded(matrix: Matrix, x: TensorValue) -> TensorType:
     """What rows are rounded into for products with a matrix; nothing where they are not."""
-    blocks = matrix.columns // matrix.storage.block if isinstance(matrix.storage, Blocks) else 0
+    blocks = 0
+    if isinstance(matrix.storage, Blocks) and matrix.storage.rounds:
+        blocks = matrix.columns // matrix.storage.block
     return TensorType(DType.int32, [x.shape[0], blocks * _ROUNDED_WORDS], x.device)
 
 
 def _parameters(name: str, matrix: Matrix) -> dict[str, int | bool | str | DType]:
     """What the kernel is compiled for, by the name of its matrix."""
-    parameters: dict[str, int | bool] = {"bits": 0, "offset": 0, "has_minimum": False}
+    parameters: dict[str, int | bool] = {
+        "bits": 0,
+        "offset": 0,
+        "has_minimum": False,
+        "rounds": False,
+    }
     if isinstance(matrix.storage, Blocks):
         parameters = matrix.storage.parameters
     return {f"{name}_{key}": value for key, value in parameters.items()}

@@ -9,7 +9,7 @@ from std.math import ceildiv
 from std.sys import num_physical_cores
 
 from .panel import PANEL, fill_panel, panel_products
-from .phases import counters, take
+from .phases import counters, product_spans, take
 from .stream import stream_products
 from .tile import F32, PARALLEL_FROM, TILE, products
 
@@ -40,12 +40,13 @@ struct Matmul:
         var wp = w.unsafe_ptr()
         var yp = y.unsafe_ptr()
         var threads = 1 if m * n * k < PARALLEL_FROM else num_physical_cores()
+        var spans = product_spans(m, threads)
         var panels = ceildiv(n, PANEL)
         var counts = counters(1)
         var shared = counts.unsafe_ptr()
 
         def work(thread: Int) {imm}:
-            var span = take(shared, 0, panels, threads)
+            var span = take(shared, 0, panels, spans)
             while span.count() > 0:
                 var begin = span.begin * PANEL
                 float_products(
@@ -57,7 +58,7 @@ struct Matmul:
                     m,
                     min(n, span.end * PANEL) - begin,
                 )
-                span = take(shared, 0, panels, threads)
+                span = take(shared, 0, panels, spans)
 
         sync_parallelize(work, threads)
         _ = counts^

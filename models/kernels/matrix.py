@@ -50,7 +50,8 @@ class Matrix:
     def product(self, x: TensorValue) -> TensorValue:
         """``x @ matrix.T``.
 
-        Where the storage is ``Blocks`` or ``SuperBlocks``, activations are rounded to 8 bits.
+        Where the storage is ``SuperBlocks``, or ``Blocks`` that say so, activations are rounded to
+        8 bits.
 
         Args:
             x: [tokens, columns].
@@ -81,6 +82,6 @@ class Matrix:
             assert self.storage.gathers, "its rows are gathered from another copy"
             return ops.cast(ops.gather(self.values, rows, axis=0), DType.float32)
         result = TensorType(DType.float32, [rows.shape[0], self.columns], rows.device)
-        name, parameters = "rolecall_quantized_rows", self.storage.parameters
+        name, parameters = "rolecall_quantized_rows", self.storage.layout
         values = [self.values, rows]
         return ops.custom(name, rows.device, values, [result], parameters)[0].tensor

@@ -7,8 +7,8 @@ from .tile import F32, WIDTH, load_wide
 
 # Outputs of a panel: two registers' worth.
 comptime PANEL = 2 * WIDTH
-# Rows of a tile, which with two registers of outputs each leave some for the operands.
-comptime ROWS = 8 if WIDTH >= 16 else 4
+# Rows of a tile, which with two registers of outputs each leave some for the operands: of 32 and 16.
+comptime ROWS = 8 if WIDTH >= 16 else 6
 
 
 @always_inline
@@ -63,30 +63,19 @@ def panel_products[
     A panel's rows have PANEL elements or more.
     """
     var row = 0
-    while row + ROWS <= rows:
-        _tile[ROWS, accumulates](
-            x.unsafe_offset(row * x_stride),
-            x_stride,
-            panel,
-            panel_stride,
-            k,
-            y.unsafe_offset(row * y_stride),
-            y_stride,
-            width,
-        )
-        row += ROWS
-    while row < rows:
-        _tile[1, accumulates](
-            x.unsafe_offset(row * x_stride),
-            x_stride,
-            panel,
-            panel_stride,
-            k,
-            y.unsafe_offset(row * y_stride),
-            y_stride,
-            width,
-        )
-        row += 1
+    comptime for most in [ROWS, 2, 1]:
+        while row + most <= rows:
+            _tile[most, accumulates](
+                x.unsafe_offset(row * x_stride),
+                x_stride,
+                panel,
+                panel_stride,
+                k,
+                y.unsafe_offset(row * y_stride),
+                y_stride,
+                width,
+            )
+            row += most
 
 
 @always_inline

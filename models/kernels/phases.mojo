@@ -11,6 +11,8 @@ from std.math import ceildiv
 
 # A counter has a line of the cache for itself.
 comptime LINE = 8
+# From so many rows on products take longer to compute than their weights to read.
+comptime MANY_ROWS = 32
 
 
 @fieldwise_init
@@ -32,11 +34,18 @@ def counters(phases: Int) -> List[Int64]:
 
 
 @always_inline
-def take(counters: Pointer[mut=True, Int64, _], phase: Int, items: Int, spans: Int) -> Span:
-    """The next of so many equal spans of a phase's items; an empty one when all were taken.
+def product_spans(rows: Int, threads: Int) -> Int:
+    """The spans that products' outputs are divided into.
 
-    Where memory is read there are as many spans as threads: each then reads one long stream.
+    Where memory is read there are as many as threads: each then reads one long stream. Where rows
+    are many there are more, so that a thread that is held up leaves some to the others.
     """
+    return threads if rows < MANY_ROWS else 4 * threads
+
+
+@always_inline
+def take(counters: Pointer[mut=True, Int64, _], phase: Int, items: Int, spans: Int) -> Span:
+    """The next of so many equal spans of a phase's items; an empty one when all were taken."""
     var turn = Int(Atomic[Int64].fetch_add(counters.unsafe_offset(2 * phase * LINE), Int64(1)))
     var share = ceildiv(items, spans)
     return Span(min(turn * share, items), min((turn + 1) * share, items))

@@ -138,7 +138,8 @@ def _storage(config: Placed, out_dim: int, in_dim: int, piece: Piece) -> Storage
     """How rows of a product's weight are kept; ``None`` where they are converted."""
     encoding = None if piece.transposed else config.stored.get(piece.tensor)
     rows = out_dim if piece.rows is None else _rows(piece)
-    return storage_of(encoding, rows, in_dim, *(piece.columns or ()))
+    ends = (in_dim, *(piece.columns or ()))
+    return storage_of(encoding, rows, *ends, rounds=config.rounds_activations)
 
 
 def _rows(piece: Piece) -> int:

@@ -59,7 +59,8 @@ def projects_from_embedding(config: DecoderConfig) -> bool:
 
 
 def _table_storage(config: DecoderConfig, tensor: str, rows: int, gathers: bool) -> Storage | None:
-    storage = storage_of(config.stored.get(tensor), rows, config.settings.hidden_size)
+    encoding, width = config.stored.get(tensor), config.settings.hidden_size
+    storage = storage_of(encoding, rows, width, rounds=config.rounds_activations)
     return None if storage is not None and gathers and not storage.gathers else storage
 
 
