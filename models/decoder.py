@@ -9,6 +9,7 @@ from typing import ClassVar
 from max.dtype import DType
 from max.graph import BufferType, BufferValue, TensorType, TensorValue, ops
 from max.nn.layer import LayerList, Module
+from max.nn.transformer import ReturnHiddenStates, ReturnLogits
 
 from models.collectives import Collectives, collectives_for
 from models.config import DecoderConfig
@@ -77,20 +78,29 @@ class DecoderLayer(Module):
         exchange: Exchange | None,
     ) -> list[TensorValue]:
         """Per device [tokens, hidden] to [tokens, hidden]."""
-        xs = self._mix(xs, steps, collectives)
+        return self.feed(self.mix(xs, steps, collectives), collectives, exchange)
+
+    def mix(
+        self, xs: Sequence[TensorValue], steps: Sequence[Step], collectives: Collectives
+    ) -> list[TensorValue]:
+        """The layer's first half: its mixer, in which tokens see others."""
+        if self.fuses and isinstance(self.mixer, Attention) and self.mixer.is_plain:
+            return self.mixer.with_norm(xs, list(self.input_norm.shards), steps)
+        return _add(xs, self.mixer(self.input_norm(xs), steps, collectives))
+
+    def feed(
+        self,
+        xs: Sequence[TensorValue],
+        collectives: Collectives,
+        exchange: Exchange | None,
+    ) -> list[TensorValue]:
+        """Its second half: its feed-forward, in which each token is computed by itself."""
         if isinstance(self.feed_forward, MixtureOfExperts):
             normed = self.post_attention_norm(xs)
             return _add(xs, self.feed_forward(normed, collectives, exchange))
         if self.fuses and self.feed_forward.is_plain:
             return self.feed_forward.with_norm(xs, list(self.post_attention_norm.shards))
         return _add(xs, self.feed_forward(self.post_attention_norm(xs), collectives))
-
-    def _mix(
-        self, xs: Sequence[TensorValue], steps: Sequence[Step], collectives: Collectives
-    ) -> list[TensorValue]:
-        if self.fuses and isinstance(self.mixer, Attention) and self.mixer.is_plain:
-            return self.mixer.with_norm(xs, list(self.input_norm.shards), steps)
-        return _add(xs, self.mixer(self.input_norm(xs), steps, collectives))
 
     def adapted(self, holder: int) -> list[Linear]:
         """A device's products that adapters may add to, in the contract's order."""
@@ -200,18 +210,38 @@ class CausalDecoder(GraphApiModule):
             xs = self._guarded(inputs.stage_boundary, tokens)
         if not placement.is_last:
             xs = [_poisoned(x, inputs.return_n_logits, 1) for x in xs]
-        for layer in self.layers:
+        *layers, last = self.layers
+        for layer in layers:
             xs = layer(xs, steps, collectives, exchange)
+        ends = [ops.cast(rows[1:], DType.int64) for rows in offsets]
+        if placement.is_last and self._feeds_last_rows(last):
+            # No token sees what another one's last feed-forward gives.
+            rows = last.mix(xs, steps, collectives)
+            rows = self.head.next_token_rows(rows, ends, inputs.return_n_logits)
+            rows = last.feed(rows, collectives, exchange)
+            return self.head.next_token(rows, self._output_tables(inputs), collectives)
+        xs = last(xs, steps, collectives, exchange)
         if not placement.is_last:
             return tuple(xs[device] for device in placement.firsts)
         return self.head(
             xs,
             self._output_tables(inputs),
-            [ops.cast(rows[1:], DType.int64) for rows in offsets],
+            ends,
             inputs.input_row_offsets,
             inputs.return_n_logits,
             collectives,
         )
+
+    def _feeds_last_rows(self, last: DecoderLayer) -> bool:
+        """Whether the last feed-forward is for the rows that next-token logits are of."""
+        config = self.config
+        returns_more = (
+            config.return_logits is not ReturnLogits.LAST_TOKEN
+            or config.return_hidden_states is not ReturnHiddenStates.NONE
+        )
+        # Adapters and exchanges take the rows of the whole batch.
+        dense = isinstance(last.feed_forward, MLP) and config.lora is None
+        return config.placement.on_host and dense and not returns_more
 
     def _embedding_tables(
         self, inputs: DecoderInputs[TensorValue, BufferValue]

@@ -192,12 +192,7 @@ class OutputHead(Module):
             return self._project(self.norm(rows), tables, collectives)
 
         mode = self.config.return_logits
-        distance = [return_n_logits.to(x.device) for x in xs]
-        if mode is ReturnLogits.VARIABLE:
-            distance = [ops.constant(1, DType.int64, x.device) for x in xs]
-        last = [
-            ops.gather(x, end - n, axis=0) for x, end, n in zip(xs, ends, distance, strict=True)
-        ]
+        last = self.next_token_rows(xs, ends, return_n_logits)
         logits = offsets = None
         if mode is ReturnLogits.VARIABLE:
             logits = logits_of(
@@ -216,6 +211,36 @@ class OutputHead(Module):
             logit_offsets=offsets,
             hidden_states=self._hidden_states(xs, last, collectives),
         )
+
+    def next_token_rows(
+        self, xs: Sequence[TensorValue], ends: Sequence[TensorValue], return_n_logits: TensorValue
+    ) -> list[TensorValue]:
+        """The rows that next-token logits are of, of the same arguments.
+
+        Returns:
+            Per device, [sequences, hidden].
+        """
+        distance = [return_n_logits.to(x.device) for x in xs]
+        if self.config.return_logits is ReturnLogits.VARIABLE:
+            distance = [ops.constant(1, DType.int64, x.device) for x in xs]
+        rows = zip(xs, ends, distance, strict=True)
+        return [ops.gather(x, end - n, axis=0) for x, end, n in rows]
+
+    def next_token(
+        self,
+        rows: Sequence[TensorValue],
+        tables: Sequence[Matrix],
+        collectives: Collectives,
+    ) -> DecoderOutputs[TensorValue]:
+        """Makes the outputs where these are next-token logits alone.
+
+        Args:
+            rows: Per device, ``next_token_rows`` of the last layer.
+            tables: The output projection's rows, per device that projects.
+            collectives: Exchanges between the devices.
+        """
+        logits = self._project(self.norm(rows), tables, collectives)
+        return DecoderOutputs(next_token_logits=logits)
 
     def _project(
         self,
