@@ -46,9 +46,9 @@ def describe(plan: Plan) -> dict[str, Any]:
             "vision": deployment.vision,
             **({} if on_host else _limits(plan)),
         },
+        "settings": as_json(plan.settings),
         "encoding": plan.encoding.value,
         "stored": dict(plan.stages[0].config.stored),
-        "settings": as_json(plan.settings),
         "inputs": {
             "decoder": [
                 _inputs(leaf for field in stage["fields"] for leaf in field["leaves"])

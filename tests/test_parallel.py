@@ -18,6 +18,7 @@ from conftest import (
     limited,
     plan_for,
 )
+from max.driver import Buffer
 from max.dtype import DType
 from max.graph import BufferType, DeviceRef, Graph, TensorType
 from test_command import rolecall
@@ -106,8 +107,8 @@ def test_tied_table_held_once_as_a_constant_of_two_stages() -> None:
         {field.name for field in stage.contract.fields if field.present} for stage in plan.stages
     ]
     assert all("constants" in fields for fields in present)
-    # 256 rows of 64 float32, on the device of the first stage.
-    assert [share.constants for share in plan.devices] == [256 * 64 * 4, 0]
+    # 256 rows of 64, bfloat16 as in the checkpoint, on the device of the first stage.
+    assert [share.constants for share in plan.devices] == [256 * 64 * 2, 0]
     stages = compiled_for(*SHARED_TABLE).model.batch_processor._lasting
     first, second = (stage["constants"]["token_embedding"][0] for stage in stages)
     assert first.to_numpy().ctypes.data == second.to_numpy().ctypes.data
@@ -164,8 +165,10 @@ def test_weights_of_all_devices_are_the_checkpoint_and_what_is_repeated(name: st
     plan = plan_for(MODEL, f"deployment={name}")
     items = plan.weights
     assert sum(share.weights + share.constants for share in plan.devices) == items.total
-    # The checkpoint is bfloat16, computed in float32.
-    assert items.checkpoint == 2 * plan.checkpoint.num_bytes
+    # The checkpoint is bfloat16, and its nine norms of 64 are computed in float32.
+    assert items.checkpoint == plan.checkpoint.num_bytes + 2 * 9 * 64
+    converted = plan_for(MODEL, f"deployment={name}", keeps=False).weights
+    assert converted.checkpoint == 2 * plan.checkpoint.num_bytes
     # A table of 512 positions and heads of 64, on every device.
     assert items.computed == {"rope.*.weight": len(plan.devices) * 512 * 64 * 4}
 
@@ -177,9 +180,9 @@ def test_what_tensor_parallelism_repeats_is_itemised() -> None:
         "layers.*.input_layernorm.weight": norms,
         "layers.*.post_attention_layernorm.weight": norms,
         "norm.weight": 3 * 64 * 4,
-        # Each of the two heads twice: one further copy of 128 x 64 in four layers.
-        "layers.*.self_attn.k_proj.weight": 4 * 128 * 64 * 4,
-        "layers.*.self_attn.v_proj.weight": 4 * 128 * 64 * 4,
+        # Each of the two heads twice: one further copy of 128 x 64 in four layers, in bfloat16.
+        "layers.*.self_attn.k_proj.weight": 4 * 128 * 64 * 2,
+        "layers.*.self_attn.v_proj.weight": 4 * 128 * 64 * 2,
     }
 
 
@@ -328,11 +331,11 @@ def test_command_exits_with_1_when_a_difference_exceeds_the_tolerance(tmp_path: 
 
 
 def _with_loaded_weights(
-    monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, np.ndarray]], None]
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Buffer]], None]
 ) -> None:
     original = WeightLoader.load
 
-    def load(self: WeightLoader, weights: dict[str, DeclaredWeight]) -> dict[str, np.ndarray]:
+    def load(self: WeightLoader, weights: dict[str, DeclaredWeight]) -> dict[str, Buffer]:
         made = dict(original(self, weights))
         change(made)
         return made
@@ -357,7 +360,7 @@ def test_swapped_shards_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled_for(MODEL)
     compiled_for(MODEL, "deployment=tp2")
 
-    def swap(weights: dict[str, np.ndarray]) -> None:
+    def swap(weights: dict[str, Buffer]) -> None:
         shards = "decoder.layers.2.feed_forward.shards"
         first, second = (f"{shards}.{i}.down_proj.weight" for i in (0, 1))
         weights[first], weights[second] = weights[second], weights[first]
@@ -366,14 +369,20 @@ def test_swapped_shards_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _planted("deployment=tp2").max_abs_diff > 1e-2
 
 
+def _of_bits(values: Buffer, change: Callable[[np.ndarray], np.ndarray]) -> Buffer:
+    """Kept values of 16 bits, changed."""
+    bits = change(values.view(DType.uint16, values.shape).to_numpy())
+    return Buffer.from_numpy(np.ascontiguousarray(bits)).view(values.dtype, values.shape)
+
+
 def test_dropped_layer_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled_for(MODEL)
     compiled_for(MODEL, "deployment=tp2")
 
-    def drop(weights: dict[str, np.ndarray]) -> None:
+    def drop(weights: dict[str, Buffer]) -> None:
         for name in weights:
             if name.startswith("decoder.layers.3.") and ("o_proj" in name or "down" in name):
-                weights[name] = np.zeros_like(weights[name])
+                weights[name] = _of_bits(weights[name], np.zeros_like)
 
     _with_loaded_weights(monkeypatch, drop)
     assert _planted("deployment=tp2").max_abs_diff > 1e-2
@@ -383,9 +392,9 @@ def test_slice_that_is_off_by_one_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
     compiled_for(MODEL)
     compiled_for(MODEL, "deployment=tp2")
 
-    def shift(weights: dict[str, np.ndarray]) -> None:
+    def shift(weights: dict[str, Buffer]) -> None:
         name = "decoder.layers.1.mixer.shards.1.qkv_proj.weight"
-        weights[name] = np.roll(weights[name], 1, axis=0)
+        weights[name] = _of_bits(weights[name], lambda bits: np.roll(bits, 1, axis=0))
 
     _with_loaded_weights(monkeypatch, shift)
     assert _planted("deployment=tp2").max_abs_diff > 1e-2

@@ -247,14 +247,14 @@ def test_plan_shows_the_bytes_of_the_encoder() -> None:
     embedding = hidden * 3 * 4 * 4 + hidden + 7 * 7 * hidden
     connector = 4 * hidden * 64
     whole = 4 * (embedding + layers * layer + 2 * hidden + connector)
-    plan = plan_for(*VISION)
+    plan = plan_for(*VISION, keeps=False)
     assert [share.vision for share in plan.devices] == [whole]
     assert sum(share.weights + share.vision for share in plan.devices) == plan.weights.total
     # Each of two devices has half of the layers' matrices, and what reads them whole.
     shared = 4 * layers * (4 * hidden * hidden + 3 * hidden + 2 * hidden * inner + inner) // 2
     # One of them adds the biases of what is summed.
     once = 4 * layers * 2 * hidden
-    found = [share.vision for share in plan_for(*VISION_PARALLEL[0]).devices]
+    found = [share.vision for share in plan_for(*VISION_PARALLEL[0], keeps=False).devices]
     assert found == [whole - shared, whole - shared - once]
 
 
