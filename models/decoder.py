@@ -213,18 +213,18 @@ class CausalDecoder(GraphApiModule):
         *layers, last = self.layers
         for layer in layers:
             xs = layer(xs, steps, collectives, exchange)
+        if not placement.is_last:
+            xs = last(xs, steps, collectives, exchange)
+            return tuple(xs[device] for device in placement.firsts)
         ends = [ops.cast(rows[1:], DType.int64) for rows in offsets]
-        if placement.is_last and self._feeds_last_rows(last):
+        if self._feeds_last_rows(last):
             # No token sees what another one's last feed-forward gives.
             rows = last.mix(xs, steps, collectives)
             rows = self.head.next_token_rows(rows, ends, inputs.return_n_logits)
             rows = last.feed(rows, collectives, exchange)
             return self.head.next_token(rows, self._output_tables(inputs), collectives)
-        xs = last(xs, steps, collectives, exchange)
-        if not placement.is_last:
-            return tuple(xs[device] for device in placement.firsts)
         return self.head(
-            xs,
+            last(xs, steps, collectives, exchange),
             self._output_tables(inputs),
             ends,
             inputs.input_row_offsets,

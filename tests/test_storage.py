@@ -81,8 +81,18 @@ def test_kept_weights_give_the_logits_of_their_float32_values(
     np.testing.assert_allclose(_logits(path), _logits(path, keeps=False), atol=1e-4, rtol=0)
 
 
-def test_stored_blocks_are_off_by_the_rounding_of_activations(tmp_path: Path) -> None:
-    path = _write(tmp_path / "model.gguf", {"*": "Q4_1", "token_embd": "Q8_0"})
+@pytest.mark.parametrize(
+    "encodings",
+    [
+        {"*": "Q4_1", "token_embd": "Q8_0"},
+        {"attn_q": "Q4_0", "attn_k": "Q4_0", "attn_v": "Q8_0", "ffn_gate": "BF16"},
+    ],
+    ids=str,
+)
+def test_stored_blocks_are_off_by_the_rounding_of_activations(
+    encodings: dict[str, str], tmp_path: Path
+) -> None:
+    path = _write(tmp_path / "model.gguf", encodings)
     wanted, found = _logits(path), _logits(path, "stored")
     error = np.abs(found - wanted).max(axis=-1) / np.abs(wanted).max(axis=-1)
     # More than nothing, and no more than was measured.

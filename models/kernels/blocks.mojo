@@ -84,6 +84,18 @@ def load_bytes[dtype: DType, //, count: Int](values: Pointer[Scalar[dtype], _]) 
 
 
 @always_inline
+def store_first[
+    count: Int
+](to: Pointer[mut=True, Scalar[F32], _], values: SIMD[F32, count], width: Int):
+    """Stores as many of some outputs as there are."""
+    if width >= count:
+        to.unsafe_store(values)
+    else:
+        for lane in range(width):
+            to.unsafe_offset(lane).unsafe_store(values[lane])
+
+
+@always_inline
 def load_halves[
     dtype: DType, //, count: Int
 ](values: Pointer[Scalar[dtype], _]) -> SIMD[F32, count]:

@@ -8,7 +8,7 @@ from std.math import exp
 from std.sys import num_physical_cores
 
 from .phases import counters, finish, product_spans, take, wait
-from .product import GROUP, norm_phase, prepare_row, product, product_phase
+from .product import GROUP, norm_phase, product, product_phase, round_phase
 from .quantized import BLOCK_ROWS
 from .tile import F32, PARALLEL_FROM, WIDTH
 
@@ -121,15 +121,7 @@ struct FeedForward:
                 span = take(shared, 1, inner_groups, spans)
             wait(shared, 1, inner_groups)
 
-            comptime if down_rounds:
-                span = take(shared, 2, rows, threads)
-                while span.count() > 0:
-                    for row in range(span.begin, span.end):
-                        prepare_row[down_rounds](gp, inner, gpr, row)
-                    finish(shared, 2, span)
-                    span = take(shared, 2, rows, threads)
-                wait(shared, 2, rows)
-
+            round_phase[down_rounds](shared, 2, threads, gp, gpr, rows, inner)
             product_phase[down_bits, down_offset, down_has_minimum, down_rounds, adds=True](
                 shared,
                 3,

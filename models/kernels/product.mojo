@@ -48,43 +48,21 @@ struct QuantizedMatmul:
         var n = y.dim_size(1)
         if m == 0:
             return
-        var panels = w.dim_size(0)
         var panel_bytes = w.dim_size(1)
         var xp = x.unsafe_ptr()
         var wp = w.unsafe_ptr()
         var yp = y.unsafe_ptr()
         var threads = 1 if m * n * k < PARALLEL_FROM else num_physical_cores()
-        var spans = product_spans(m, threads)
         var all_rounded = List[Int32](length=m * rounded_words(k) if rounds else 0, fill=0)
         var rounded = all_rounded.unsafe_ptr()
         var counts = counters(2)
         var shared = counts.unsafe_ptr()
 
         def work(thread: Int) {imm}:
-            comptime if rounds:
-                var span = take(shared, 0, m, threads)
-                while span.count() > 0:
-                    for row in range(span.begin, span.end):
-                        prepare_row[rounds](xp, k, rounded, row)
-                    finish(shared, 0, span)
-                    span = take(shared, 0, m, threads)
-                wait(shared, 0, m)
-            var span = take(shared, 1, panels, spans)
-            while span.count() > 0:
-                var begin = span.begin * LANES
-                product[bits, offset, has_minimum, rounds](
-                    xp,
-                    rounded,
-                    wp,
-                    panel_bytes,
-                    yp.unsafe_offset(begin),
-                    n,
-                    k,
-                    m,
-                    begin,
-                    min(n, span.end * LANES) - begin,
-                )
-                span = take(shared, 1, panels, spans)
+            round_phase[rounds](shared, 0, threads, xp, rounded, m, k)
+            product_phase[bits, offset, has_minimum, rounds](
+                shared, 1, threads, xp, rounded, wp, panel_bytes, yp, k, m, n, xp
+            )
 
         sync_parallelize(work, threads)
         _ = all_rounded^
@@ -161,6 +139,29 @@ def norm_phase[
         finish(counters, phase, span)
         span = take(counters, phase, rows, threads)
     wait(counters, phase, rows)
+
+
+@always_inline
+def round_phase[
+    rounds: Bool
+](
+    counters: Pointer[mut=True, Int64, _],
+    phase: Int,
+    threads: Int,
+    x: Pointer[Scalar[F32], _],
+    rounded: Pointer[mut=True, Int32, _],
+    rows: Int,
+    width: Int,
+):
+    """Rounds x[rows, width] where products take it rounded."""
+    comptime if rounds:
+        var span = take(counters, phase, rows, threads)
+        while span.count() > 0:
+            for row in range(span.begin, span.end):
+                prepare_row[rounds](x, width, rounded, row)
+            finish(counters, phase, span)
+            span = take(counters, phase, rows, threads)
+        wait(counters, phase, rows)
 
 
 @always_inline

@@ -12,6 +12,7 @@ from .blocks import (
     integer_bytes,
     load_bytes,
     load_halves,
+    store_first,
 )
 from .bytes import HAS_DOT2, I16, I32, SUMS, add_pairs, dot2, dot4
 from .tile import F32
@@ -115,12 +116,7 @@ def _tile[
                 var at = inputs.unsafe_offset(r * blocks * BLOCK_WORDS + GROUPS + 2)
                 results[r] = least.fma(_same(at), results[r])
     comptime for r in range(rows):
-        var out = y.unsafe_offset(r * y_stride)
-        if width >= SUMS:
-            out.unsafe_store(results[r])
-        else:
-            for column in range(width):
-                out.unsafe_offset(column).unsafe_store(results[r][column])
+        store_first[SUMS](y.unsafe_offset(r * y_stride), results[r], width)
 
 
 @always_inline

@@ -16,6 +16,7 @@ from .blocks import (
     integer_bytes,
     load_bytes,
     load_halves,
+    store_first,
 )
 from .bytes import I32
 from .matmul import PANELS_FROM
@@ -157,12 +158,7 @@ def _tile[
     comptime for r in range(rows):
         comptime for chain in range(1, chains):
             sums[r * chains] += sums[r * chains + chain]
-        var out = y.unsafe_offset(r * y_stride)
-        if width == LANES:
-            out.unsafe_store(sums[r * chains])
-        else:
-            for lane in range(width):
-                out.unsafe_offset(lane).unsafe_store(sums[r * chains][lane])
+        store_first[LANES](y.unsafe_offset(r * y_stride), sums[r * chains], width)
 
 
 @always_inline
