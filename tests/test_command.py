@@ -314,12 +314,12 @@ def test_plan_writes_its_files_without_a_session_and_at_once(tmp_path: Path) -> 
     program = [sys.executable, "-c", "import max.graph, max.nn.kv_cache, hydra, gguf"]
     importing, planning = [], []
     for _ in range(5):
-        importing.append(_processor_seconds(lambda: subprocess.run(program, check=True)))
-        planning.append(_processor_seconds(lambda: rolecall(tmp_path, "task=plan")))
+        importing.append(processor_seconds(lambda: subprocess.run(program, check=True)))
+        planning.append(processor_seconds(lambda: rolecall(tmp_path, "task=plan")))
     assert min(planning) < 2.5 * min(importing)
 
 
-def _processor_seconds(run: Callable[[], object]) -> float:
+def processor_seconds(run: Callable[[], object]) -> float:
     """The processor's time of what runs in processes of its own."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     run()
