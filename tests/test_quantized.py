@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import gguf
@@ -20,8 +21,9 @@ from models.storage import EXACT_STORAGES, STORAGES, Blocks
 CPU = DeviceRef.CPU()
 OURS = [name for name, storage in STORAGES.items() if isinstance(storage, Blocks)]
 
-# Outputs that are no multiple of a panel's 16, on one thread and, from 2**17 products on, on all.
-CASES = [(name, *shape) for name in OURS for shape in ((37, 96), (421, 320))]
+# Outputs that are no multiple of a panel's 16, on one thread and, from 2**17 products on, on all;
+# and more than the 18 blocks that are unpacked at once.
+CASES = [(name, *shape) for name in OURS for shape in ((37, 96), (421, 640))]
 WIDTHS = sorted({columns for _, _, columns in CASES})
 
 # What a row gathers: the first and the last of a panel, in any order, and the last of all.
@@ -71,8 +73,11 @@ def _products() -> tuple[Model, list[Buffer]]:
     return process_session().load(graph), packed
 
 
-def _run(x: dict[int, np.ndarray]) -> list[np.ndarray]:
+def _run(x: dict[int, np.ndarray], weights: Sequence[np.ndarray] | None = None) -> list[np.ndarray]:
+    """All products with the matrices, or with others that are packed alike."""
     model, packed = _products()
+    if weights is not None:
+        packed = [Buffer.from_numpy(values) for values in weights]
     buffers = [Buffer.from_numpy(Arena().place(x[columns])) for columns in WIDTHS]
     return [o.to_numpy() for o in model.execute(*packed, *buffers, Buffer.from_numpy(GATHERED))]
 
@@ -103,8 +108,8 @@ def test_a_product_that_does_not_round_activations_is_numpys(
     assert (error <= 1e-6 * (np.abs(x) @ np.abs(values).T)).all()
 
 
-# Tiles of 8 and 4 rows, and single ones.
-@pytest.mark.parametrize("tokens", [1, 3, 4, 8, 13])
+# Tiles of 8 and 4 rows, and single ones; unpacked from 12 on, in blocks of 64.
+@pytest.mark.parametrize("tokens", [1, 3, 4, 8, 11, 13, 83])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_product_is_off_by_the_rounding_of_activations_to_8_bits(
     case: tuple[str, int, int], tokens: int
@@ -121,6 +126,40 @@ def test_a_product_is_off_by_the_rounding_of_activations_to_8_bits(
     bound = 0.5 * steps @ weights.T + rounding
     assert found.shape == bound.shape
     assert (np.abs(found - x @ values.T) <= bound).all()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_row_has_the_same_product_whatever_rows_are_beside_it(case: tuple[str, int, int]) -> None:
+    x, together = _random(83)
+    at = CASES.index(case)
+    for row in (0, 17, 63, 64, 82):
+        alone = _run({columns: x[columns][row : row + 1] for columns in WIDTHS})
+        np.testing.assert_array_equal(alone[at][0], together[at][row])
+
+
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_the_largest_integers_are_summed_without_loss(tokens: int) -> None:
+    """Sums of 16 bits, where a kernel has these, hold a block of 15 times 127, or -127."""
+    x = {columns: np.full((tokens, columns), 127, np.float32) for columns in WIDTHS}
+    for values in x.values():
+        values[:, 32:] *= -1
+    stored = {}
+    for case in CASES:
+        encoding, rows, columns = case
+        storage = STORAGES[encoding]
+        blocks = np.full((rows, columns // 32, storage.block_bytes), 0xFF, np.uint8)
+        # The scale, and the minimum where there is one: 1.
+        scales = 2 if encoding == "Q4_1" else 1
+        blocks[..., : 2 * scales] = np.ones(scales, np.float16).view(np.uint8)
+        if encoding == "Q8_0":
+            blocks[..., 2:] = 127
+        stored[case] = blocks
+    found = _run(x, [STORAGES[case[0]].pack(blocks, Arena()) for case, blocks in stored.items()])
+    for case, blocks in stored.items():
+        kind = gguf.GGMLQuantizationType[case[0]]
+        values = gguf.dequantize(blocks.reshape(case[1], -1), kind).astype(np.float64)
+        wanted = x[case[2]].astype(np.float64) @ values.T
+        np.testing.assert_allclose(found[CASES.index(case)], wanted, rtol=1e-6)
 
 
 @cache

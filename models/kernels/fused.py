@@ -21,7 +21,7 @@ GROUP = 32
 """What the inner columns of a feed-forward have to be a multiple of (``kernels/product.mojo``)."""
 
 _ROUNDED_WORDS = 11
-"""Words of a rounded block of 32 values (``kernels/quantized.mojo``)."""
+"""Words of a rounded block of 32 values (``kernels/rounded.mojo``)."""
 
 
 def can_fuse(matrix: Matrix) -> bool:

@@ -17,7 +17,8 @@ from .blocks import BLOCK, LANES, U8
 from .matmul import float_products
 from .norm import norm_row
 from .phases import counters, finish, product_spans, take, wait
-from .quantized import quantized_products, round_row, rounded_words
+from .quantized import quantized_products
+from .rounded import round_row, rounded_words
 from .rows import add_row
 from .tile import F32, PARALLEL_FROM
 from .widened import widened_products

@@ -1,7 +1,6 @@
 """Products of activations that are rounded to 8 bits, in blocks of 32, with blocks of integers."""
 
 from std.collections import Array
-from std.memory import bitcast
 
 from .blocks import (
     BLOCK,
@@ -15,41 +14,15 @@ from .blocks import (
     store_first,
 )
 from .bytes import HAS_DOT2, I16, I32, SUMS, add_pairs, dot2, dot4
+from .rounded import BLOCK_WORDS, GROUPS, rounded_words, same
 from .tile import F32
+from .unpacked import MANY_ROWS, unpacked_products
+from .unpacked import ROWS as UNPACKED_ROWS
 
-# Four inputs are multiplied at once: a group.
-comptime GROUPS = BLOCK // 4
-# Of a rounded block: its integers, its scale, their sum, and the product of these two.
-comptime BLOCK_WORDS = GROUPS + 3
 # Rows of a tile: each keeps a register of integers and one of results.
 comptime ROWS = 8
 # Rows that are multiplied with all panels before the next: they stay in the second cache.
 comptime BLOCK_ROWS = 64
-
-
-@always_inline
-def rounded_words(k: Int) -> Int:
-    """The words that a rounded row of k elements takes."""
-    return k // BLOCK * BLOCK_WORDS
-
-
-@no_inline
-def round_row(x: Pointer[Scalar[F32], _], k: Int, rounded: Pointer[mut=True, Int32, _]):
-    """Rounds a row to 8 bits, in blocks of BLOCK_WORDS."""
-    for block in range(k // BLOCK):
-        var values = x.unsafe_offset(block * BLOCK).unsafe_load[width=BLOCK]()
-        var largest = abs(values).reduce_max()
-        var inverse = Scalar[F32](0) if largest == 0 else 127 / largest
-        var codes = round(values * inverse).cast[I32]()
-        # Zero, or NaN where any value is not finite: no integer would show it.
-        var finite = (values - values).reduce_add()
-        var own = rounded.unsafe_offset(block * BLOCK_WORDS)
-        own.unsafe_store(bitcast[I32, GROUPS](codes.cast[DType.int8]()))
-        var scale = largest / 127 + finite
-        var sum = codes.reduce_add()
-        own.unsafe_offset(GROUPS).unsafe_store(bitcast[I32](scale))
-        own.unsafe_offset(GROUPS + 1).unsafe_store(sum)
-        own.unsafe_offset(GROUPS + 2).unsafe_store(bitcast[I32](scale * sum.cast[F32]()))
 
 
 @no_inline
@@ -72,6 +45,18 @@ def quantized_products[
         for begin in range(0, columns, LANES):
             var panel = w.unsafe_offset(begin // LANES * panel_bytes)
             var row = first
+            comptime if bits == 4 and HAS_DOT2:
+                if end - first >= MANY_ROWS and columns - begin >= LANES:
+                    var many = (end - first) // UNPACKED_ROWS * UNPACKED_ROWS
+                    unpacked_products[offset, has_minimum](
+                        rounded.unsafe_offset(first * words),
+                        panel,
+                        k // BLOCK,
+                        y.unsafe_offset(first * y_stride + begin),
+                        y_stride,
+                        many,
+                    )
+                    row += many
             # A tile unpacks the weights once for all its rows.
             comptime for most in [ROWS, 4, 1]:
                 while row + most <= end:
@@ -109,12 +94,12 @@ def _tile[
         var scale = load_halves[SUMS](own.unsafe_offset(BYTES + 2 * lane))
         comptime for r in range(rows):
             var at = inputs.unsafe_offset(r * blocks * BLOCK_WORDS + GROUPS)
-            results[r] = (scale * _same(at)).fma(integers[r].cast[F32](), results[r])
+            results[r] = (scale * same(at)).fma(integers[r].cast[F32](), results[r])
         comptime if has_minimum:
             var least = load_halves[SUMS](own.unsafe_offset(BYTES + SCALE_BYTES + 2 * lane))
             comptime for r in range(rows):
                 var at = inputs.unsafe_offset(r * blocks * BLOCK_WORDS + GROUPS + 2)
-                results[r] = least.fma(_same(at), results[r])
+                results[r] = least.fma(same(at), results[r])
     comptime for r in range(rows):
         store_first[SUMS](y.unsafe_offset(r * y_stride), results[r], width)
 
@@ -151,9 +136,3 @@ def _block[
         comptime for r in range(rows):
             sums[r] += add_pairs(pairs[r], 1)
     return sums^
-
-
-@always_inline
-def _same(word: Pointer[Int32, _]) -> SIMD[F32, SUMS]:
-    """A float32 in every lane; split as an integer it comes from memory at once."""
-    return bitcast[F32, SUMS](SIMD[I32, SUMS](word.unsafe_load()))
