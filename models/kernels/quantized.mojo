@@ -17,7 +17,6 @@ from .bytes import HAS_DOT2, I16, I32, SUMS, add_pairs, dot2, dot4
 from .rounded import BLOCK_WORDS, GROUPS, rounded_words, same
 from .tile import F32
 from .unpacked import MANY_ROWS, unpacked_products
-from .unpacked import ROWS as UNPACKED_ROWS
 
 # Rows of a tile: each keeps a register of integers and one of results.
 comptime ROWS = 8
@@ -47,16 +46,14 @@ def quantized_products[
             var row = first
             comptime if bits == 4 and HAS_DOT2:
                 if end - first >= MANY_ROWS and columns - begin >= LANES:
-                    var many = (end - first) // UNPACKED_ROWS * UNPACKED_ROWS
-                    unpacked_products[offset, has_minimum](
+                    row += unpacked_products[offset, has_minimum](
                         rounded.unsafe_offset(first * words),
                         panel,
                         k // BLOCK,
                         y.unsafe_offset(first * y_stride + begin),
                         y_stride,
-                        many,
+                        end - first,
                     )
-                    row += many
             # A tile unpacks the weights once for all its rows.
             comptime for most in [ROWS, 4, 1]:
                 while row + most <= end:
@@ -94,12 +91,12 @@ def _tile[
         var scale = load_halves[SUMS](own.unsafe_offset(BYTES + 2 * lane))
         comptime for r in range(rows):
             var at = inputs.unsafe_offset(r * blocks * BLOCK_WORDS + GROUPS)
-            results[r] = (scale * same(at)).fma(integers[r].cast[F32](), results[r])
+            results[r] = (scale * same[SUMS](at)).fma(integers[r].cast[F32](), results[r])
         comptime if has_minimum:
             var least = load_halves[SUMS](own.unsafe_offset(BYTES + SCALE_BYTES + 2 * lane))
             comptime for r in range(rows):
                 var at = inputs.unsafe_offset(r * blocks * BLOCK_WORDS + GROUPS + 2)
-                results[r] = least.fma(same(at), results[r])
+                results[r] = least.fma(same[SUMS](at), results[r])
     comptime for r in range(rows):
         store_first[SUMS](y.unsafe_offset(r * y_stride), results[r], width)
 

@@ -3,7 +3,7 @@
 from std.memory import bitcast
 
 from .blocks import BLOCK
-from .bytes import I32, SUMS
+from .bytes import I32
 from .tile import F32
 
 # Four inputs are multiplied at once: a group.
@@ -38,6 +38,6 @@ def round_row(x: Pointer[Scalar[F32], _], k: Int, rounded: Pointer[mut=True, Int
 
 
 @always_inline
-def same(word: Pointer[Int32, _]) -> SIMD[F32, SUMS]:
+def same[count: Int](word: Pointer[Int32, _]) -> SIMD[F32, count]:
     """A float32 in every lane; split as an integer it comes from memory at once."""
-    return bitcast[F32, SUMS](SIMD[I32, SUMS](word.unsafe_load()))
+    return bitcast[F32, count](SIMD[I32, count](word.unsafe_load()))

@@ -7,7 +7,7 @@ takes a seventh fewer instructions, which are what limits such a product.
 """
 
 from std.collections import Array
-from std.memory import bitcast, stack_allocation
+from std.memory import stack_allocation
 
 from .blocks import (
     BLOCK,
@@ -20,7 +20,8 @@ from .blocks import (
     load_halves,
 )
 from .bytes import I16, I32, SUMS, U8, add_pairs, dot2
-from .rounded import BLOCK_WORDS, GROUPS
+from .rounded import BLOCK_WORDS, GROUPS, same
+from .rows import zero_row
 from .tile import F32
 
 # Rows of a tile, which has two registers of outputs.
@@ -45,19 +46,22 @@ def unpacked_products[
     y: Pointer[mut=True, Scalar[F32], _],
     y_stride: Int,
     rows: Int,
-):
-    """Writes y[rows, LANES], the products of rounded rows with a panel; rows is a multiple of ROWS.
+) -> Int:
+    """Writes y[rows, LANES], the products of rounded rows with a panel, as far as tiles go.
+
+    Returns the rows that it wrote: the others are fewer than ROWS.
     """
+    var whole = rows - rows % ROWS
     var codes = stack_allocation[CHUNK * BYTES, Scalar[U8], alignment=64]()
     var scales = stack_allocation[CHUNK * SCALES, Scalar[F32], alignment=64]()
-    for row in range(rows):
-        y.unsafe_offset(row * y_stride).unsafe_store(SIMD[F32, LANES](0))
+    for row in range(whole):
+        zero_row(y.unsafe_offset(row * y_stride), LANES)
     for begin in range(0, blocks, CHUNK):
         var count = min(CHUNK, blocks - begin)
         _unpack[has_minimum](
             panel.unsafe_offset(begin * block_bytes[4, has_minimum]()), count, codes, scales
         )
-        for row in range(0, rows, ROWS):
+        for row in range(0, whole, ROWS):
             _tile[offset, has_minimum](
                 rounded.unsafe_offset((row * blocks + begin) * BLOCK_WORDS),
                 blocks * BLOCK_WORDS,
@@ -67,6 +71,7 @@ def unpacked_products[
                 y.unsafe_offset(row * y_stride),
                 y_stride,
             )
+    return whole
 
 
 @always_inline
@@ -131,13 +136,8 @@ def _tile[
             comptime if offset != 0:
                 sums += Int32(-offset) * words.unsafe_offset(1).unsafe_load()
             var out = y.unsafe_offset(r * y_stride)
-            var factor = scale * _float(words)
+            var factor = scale * same[LANES](words)
             var result = factor.fma(sums.cast[F32](), out.unsafe_load[width=LANES]())
             comptime if has_minimum:
-                result = least.fma(_float(words.unsafe_offset(2)), result)
+                result = least.fma(same[LANES](words.unsafe_offset(2)), result)
             out.unsafe_store(result)
-
-
-@always_inline
-def _float(word: Pointer[Int32, _]) -> SIMD[F32, LANES]:
-    return bitcast[F32, LANES](SIMD[I32, LANES](word.unsafe_load()))
