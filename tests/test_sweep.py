@@ -247,9 +247,11 @@ def test_a_sweep_that_is_stopped_at_once_begins_no_other_job(
         process.send_signal(number)
         assert process.wait(PROCESS_LIMIT) == 130
     found = [row["status"] for row in rows(folder)]
-    assert found[0] == "interrupted"
     if launcher == "basic":
-        assert found[1:] == ["not run"] * 3
+        assert found == ["interrupted", "not run", "not run", "not run"]
+    else:
+        # All began at once, and any of them may have been waiting for its turn.
+        assert found[0] in ("interrupted", "not run")
     assert "Traceback" not in said(folder).read_text()
     time.sleep(3)
     rolecall(tmp_path, "task=report", f"task.folder={folder}")
