@@ -179,7 +179,7 @@ class CausalDecoder(GraphApiModule):
         ids, offsets, end, *stacks = inputs.lora
         placement = self.config.placement
         remaining = iter(stacks)
-        starts = replica_starts(placement, inputs)
+        starts = replica_starts(inputs)
         max_tokens = self.config.max_batch_input_tokens
         for holder, device in enumerate(placement.devices):
             routing = Routing(ids.to(device), offsets.to(device), end)

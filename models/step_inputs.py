@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from max import tree
 from max.dtype import DType
 from max.graph import BufferValue, DeviceRef, TensorValue, ops
-from max.nn.data_parallelism import split_batch_replicated
 from max.nn.kv_cache import KVCacheInputsPerDevice
 
 from models.collectives import Collectives
@@ -35,23 +34,35 @@ def split_batch(
     offsets = collectives.broadcast(inputs.input_row_offsets)
     if placement.data == 1:
         return tokens, offsets
-    assert inputs.host_input_row_offsets is not None
-    return split_batch_replicated(
-        list(placement.devices),
-        tokens,
-        offsets,
-        ops.cast(inputs.host_input_row_offsets, DType.int64),
-        inputs.data_parallel_splits,
-        prefix="replica",
-        group_size=placement.group,
-    )
+    assert inputs.data_parallel_splits is not None
+    # MAX's own ``split_batch_replicated`` computes with constants, which are compiled and run
+    # while the graph is compiled: a third of the time that takes.
+    starts = replica_starts(inputs)
+    firsts = _one_by_one(inputs.data_parallel_splits)
+    lasts = _one_by_one(inputs.data_parallel_splits + 1)
+    split_tokens, split_offsets = [], []
+    for holder in range(len(placement.devices)):
+        replica = placement.replica(holder)
+        own = slice(starts[replica], starts[replica + 1])
+        split_tokens.append(
+            ops.slice_tensor(tokens[holder], [(own, f"replica_input_split_{replica}")])
+        )
+        rows = slice(firsts[replica], lasts[replica + 1])
+        bounds = ops.slice_tensor(offsets[holder], [(rows, f"replica_offset_split_{replica}")])
+        first = slice(firsts[replica], lasts[replica])
+        split_offsets.append(bounds - ops.slice_tensor(offsets[holder], [(first, 1)]))
+    return split_tokens, split_offsets
 
 
-def replica_starts(placement: Placement, inputs: Inputs) -> list[TensorValue]:
+def _one_by_one(values: TensorValue) -> list[TensorValue]:
+    """Each of some values, [1]."""
+    return ops.split(values, [1] * int(values.shape[0]), axis=0)
+
+
+def replica_starts(inputs: Inputs) -> list[TensorValue]:
     """Where each replica's tokens begin, and the last's end, int64 [1] on the CPU.
 
     Args:
-        placement: The stage's devices.
         inputs: The contract.
     """
     if inputs.data_parallel_splits is None:
@@ -60,7 +71,7 @@ def replica_starts(placement: Placement, inputs: Inputs) -> list[TensorValue]:
     assert inputs.host_input_row_offsets is not None
     offsets = ops.cast(inputs.host_input_row_offsets, DType.int64)
     starts = ops.gather(offsets, inputs.data_parallel_splits, axis=0)
-    return ops.split(starts, [1] * (placement.data + 1), axis=0)
+    return _one_by_one(starts)
 
 
 def split_positions(
@@ -77,7 +88,7 @@ def split_positions(
     assert positions is not None
     if placement.data == 1:
         return [positions.to(device) for device in placement.devices]
-    starts = [start.reshape(()) for start in replica_starts(placement, inputs)]
+    starts = [start.reshape(()) for start in replica_starts(inputs)]
     parts = []
     for holder, device in enumerate(placement.devices):
         replica = placement.replica(holder)

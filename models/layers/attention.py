@@ -196,8 +196,11 @@ class AttentionShard(Module):
             qkv = ops.concat(parts, axis=1)
         layer = ops.constant(self.kv_layer, DType.uint32, DeviceRef.CPU())
         if self.clip is not None:
-            largest = ops.constant(self.clip, qkv.dtype, qkv.device)
-            qkv = ops.max(ops.min(qkv, largest), -largest)
+            # Two constants: what is computed with one is compiled and run to compile the graph.
+            least, most = (
+                ops.constant(bound, qkv.dtype, qkv.device) for bound in (-self.clip, self.clip)
+            )
+            qkv = ops.max(ops.min(qkv, most), least)
         fused = self.q_norm is None and self.rotates_whole
         queries = (
             self._rotate_and_store(qkv, step, layer)

@@ -87,7 +87,8 @@ class DividedRMSNorm(Module):
     def __call__(self, x: TensorValue, squares: TensorValue) -> TensorValue:
         """[tokens, dim] and the sum of all devices' squares to [tokens, dim]."""
         exact = ops.cast(x, DType.float32)
-        normed = exact * ops.rsqrt(squares / self.count + self.eps)
+        # No division: MAX compiles and runs the reciprocal to compile the graph.
+        normed = exact * ops.rsqrt(squares * (1 / self.count) + self.eps)
         return ops.cast(normed, x.dtype) * self.weight
 
 
