@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class EngineFailedError(Exception):
-    """An engine's process ended, with the last line that it wrote."""
+    """An engine's process ended, with the signal that ended it and the last line that it wrote."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,11 @@ class EngineProcess:
 
     def _failed(self) -> EngineFailedError:
         lines = self._log.read_text(errors="replace").split("\n")
-        last = next((line for line in reversed(lines) if line.strip()), "it said nothing")
-        return EngineFailedError(f"{last.strip()} (all of it: {self._log})")
+        last = next((line for line in reversed(lines) if line.strip()), "it said nothing").strip()
+        # What a signal ends has no word for it: the last line is then of something that went well.
+        status = self._process.wait()
+        end = f"ended by {signal.strsignal(-status)}; before it: " if status < 0 else ""
+        return EngineFailedError(f"{end}{last} (all of it: {self._log})")
 
 
 def rotated(items: Sequence[T], turn: int) -> list[T]:

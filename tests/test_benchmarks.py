@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from gguf.quants import dequantize, quantize
 
 from benchmarks import start_up
 from benchmarks.__main__ import main
-from benchmarks.alternate import EngineProcess, Measured, alternate, rotated
+from benchmarks.alternate import EngineFailedError, EngineProcess, Measured, alternate, rotated
 from benchmarks.catalogue import ENGINES, UnavailableError, interpreter
 from benchmarks.files import gguf_file, main_format
 from benchmarks.protocol import Generation, measure
@@ -229,6 +231,17 @@ def test_the_process_of_our_engine_gives_hugging_faces_ids_and_is_stopped_betwee
     assert both["ids"] == [*alone["ids"], *other["ids"]]
     assert len(both["step_ms"]) == 7
     assert both["ttft_ms"] > 0
+
+
+def test_an_engine_that_a_signal_ends_is_told_with_the_signal(tmp_path: Path) -> None:
+    work = Workload(("model=tiny_llama",), (Case(1, 4, 2),))
+    engine = ENGINES["rolecall-float32"]
+    python, log = interpreter(engine, []), tmp_path / "log"
+    compiled_alone("model=tiny_llama")
+    with EngineProcess(engine, python, engine.settings(work), log) as process:
+        os.kill(process.pid, signal.SIGILL)
+        with pytest.raises(EngineFailedError, match=r"^ended by Illegal instruction; before it: "):
+            process.ask([[1, 2, 3, 4]], 2)
 
 
 def test_an_engine_that_is_not_installed_is_named_with_what_installs_it(
